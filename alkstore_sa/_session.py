@@ -1,0 +1,257 @@
+"""The seam between the engine and a caller's session: joining its transaction, and refusing the ones that cannot be joined.
+
+What joins a session belongs to that session's transaction alone. So this module finds the connection that the session
+writes through, and watches each session that has carried the engine's rows (with listeners on that session, never on
+the `Session` class) for three things: AUTOCOMMIT, where nothing could be rolled back; writes that go to a second
+connection, where one could commit without the other; and a commit after `LeaseLost`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, cast, overload
+
+from sqlalchemy import delete, event, inspect, text
+from sqlalchemy.exc import DBAPIError, UnboundExecutionError
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, scoped_session
+
+from alkstore_sa.errors import BindError, LeaseLost, UnsupportedDialect
+from alkstore_sa.models import JobTable
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
+    from sqlalchemy import Connection, Engine, TextClause
+    from sqlalchemy.orm import SessionTransaction
+
+    from alkstore_sa._types import AnySession, AnySyncSession, AsyncAnySession
+    from alkstore_sa.models import Models
+
+__all__ = ["add_rows", "doom", "in_session", "read_connection", "refuse_autocommit", "require_postgresql", "write_connection"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+WATCH: Final = "alkstore_sa.watch"
+HAS_WRITTEN: Final = text("SELECT pg_current_xact_id_if_assigned() IS NOT NULL")
+DIVISION_BY_ZERO: Final = "22012"
+
+
+class _Watch:
+    """What is known of one session's current transaction."""
+
+    __slots__ = ("connection", "doomed", "lost")
+
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
+        """The connection that carries the engine's rows."""
+        self.doomed: SessionTransaction | None = None
+        """The transaction or savepoint in which a lease turned out to be lost."""
+        self.lost = ""
+
+
+@overload
+def in_session(session: AnySyncSession, operation: Callable[Concatenate[Session, P], T], *args: P.args, **kwargs: P.kwargs) -> T: ...
+@overload
+def in_session(session: AsyncAnySession, operation: Callable[Concatenate[Session, P], T], *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]: ...
+@overload
+def in_session(
+    session: AnySession, operation: Callable[Concatenate[Session, P], T], *args: P.args, **kwargs: P.kwargs
+) -> T | Awaitable[T]: ...
+def in_session(
+    session: AnySession, operation: Callable[Concatenate[Session, P], T], *args: P.args, **kwargs: P.kwargs
+) -> T | Awaitable[T]:
+    """Run `operation` on the sync session behind `session`: at once for a sync one, as an awaitable for an async one."""
+    actual = _unwrap(session)
+    if isinstance(actual, AsyncSession):
+        return actual.run_sync(operation, *args, **kwargs)
+    return operation(actual, *args, **kwargs)
+
+
+def add_rows(session: AnySession, models: Models, rows: Iterable[JobTable]) -> None:
+    """Add pending rows to the session's unit of work, without I/O.
+
+    Raises:
+        BindError: the session has no bind for the engine's models, or is known to be in AUTOCOMMIT.
+        UnsupportedDialect: it is bound to another database than PostgreSQL.
+        TypeError: it is no session.
+    """
+    actual = _unwrap(session)
+    sync_session = actual.sync_session if isinstance(actual, AsyncSession) else actual
+    bind = _bind_of(sync_session, models)
+    require_postgresql(bind.dialect.name)
+    if bind.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
+        raise BindError(AUTOCOMMIT)
+    _watch(sync_session)
+    sync_session.add_all(rows)
+
+
+def write_connection(session: Session, models: Models) -> Connection:
+    """Return the connection through which `session` writes, in its transaction, and watch what else that writes to."""
+    _bind_of(session, models)
+    connection = session.connection(bind_arguments=_bind_arguments(models))
+    _carry(session, connection)
+    return connection
+
+
+def read_connection(session: Session, models: Models) -> Connection:
+    """Return the same connection for a read that sees the transaction's own writes, those not yet flushed included.
+
+    A session that does not flush by itself (`autoflush=False`) is left to do as it was told.
+    """
+    if session.autoflush:
+        session.flush()
+    bind = _bind_of(session, models)
+    require_postgresql(bind.dialect.name)
+    return session.connection(bind_arguments=_bind_arguments(models))
+
+
+def doom(session: Session, connection: Connection, statement: TextClause, error: LeaseLost) -> None:
+    """See to it that the transaction, or the innermost savepoint, of `session` can only be rolled back.
+
+    The server is told by a statement that fails, so that not even a commit around the session gets through; the session
+    answers a later commit with `LeaseLost` again.
+    """
+    watch = _watch(session)
+    watch.doomed = session.get_nested_transaction() or session.get_transaction()
+    watch.lost = str(error)
+    try:
+        connection.execute(statement)
+    except DBAPIError as failure:
+        if getattr(failure.orig, "sqlstate", None) != DIVISION_BY_ZERO:
+            raise
+
+
+def require_postgresql(dialect: str) -> None:
+    """Raise `UnsupportedDialect` for another dialect than PostgreSQL."""
+    if dialect != "postgresql":
+        raise UnsupportedDialect(
+            f"the engine needs PostgreSQL, this bind is {dialect}: use an engine for postgresql+asyncpg or postgresql+psycopg,"
+            " in a session with several binds one for the engine's models"
+        )
+
+
+AUTOCOMMIT: Final = (
+    "the session is in AUTOCOMMIT: a job added in it would be committed even if the rest is not; give the session an engine"
+    " or connection with a transactional isolation level, or use the operation without _tx"
+)
+
+
+def refuse_autocommit(connection: Connection) -> None:
+    """Raise `BindError` if `connection` is in AUTOCOMMIT, however it came to be."""
+    if getattr(connection.connection.dbapi_connection, "autocommit", False):
+        raise BindError(AUTOCOMMIT)
+
+
+def _unwrap(session: AnySession) -> Session | AsyncSession:
+    actual: Any = session() if isinstance(session, (scoped_session, async_scoped_session)) else session
+    if isinstance(actual, (Session, AsyncSession)):
+        return actual
+    raise TypeError(
+        f"{session!r} is no session: pass a Session, AsyncSession, scoped_session or async_scoped_session (an instance, not its maker)"
+    )
+
+
+def _bind_arguments(models: Models) -> dict[str, Any]:
+    """Return what makes any `get_bind` answer with the bind for writes: replica routing looks at the kind of statement."""
+    return {"mapper": inspect(models.Job), "clause": delete(models.Job)}
+
+
+def _bind_of(session: Session, models: Models) -> Engine | Connection:
+    """Return what the engine's models are bound to in `session`, binding them first if it knows only others."""
+    try:
+        return session.get_bind(**_bind_arguments(models))
+    except UnboundExecutionError as error:
+        candidates = {id(bind): bind for bind in _binds(session) if bind.dialect.name == "postgresql"}
+        if len(candidates) != 1:
+            raise BindError(
+                f"the session has binds, but none for the engine's models, and {len(candidates)} PostgreSQL binds to choose from:"
+                " name one, as in Session(binds={YourBase: engine, alkstore_sa.models.Base: engine})"
+            ) from error
+        (bind,) = candidates.values()
+        for cls in vars(models).values():
+            if isinstance(cls, type):
+                session.bind_mapper(cast("type[Any]", cls), bind)
+        return bind
+
+
+def _binds(session: Session) -> list[Engine | Connection]:
+    """Return the values of the session's `binds`, which SQLAlchemy 2.0 keeps to itself."""
+    binds: Any = getattr(session, "binds", None)
+    if binds is None:
+        binds = getattr(session, "_Session__binds", {})
+    return list(binds.values())
+
+
+def _connections(session: Session) -> set[Connection]:
+    """Return the connections of the session's current transaction, which SQLAlchemy 2.0 keeps to itself."""
+    transaction: Any = session.get_transaction()
+    if transaction is None:
+        return set()
+    if hasattr(transaction, "connections"):
+        return set(transaction.connections)
+    return {entry[0] for entry in transaction._connections.values()}  # noqa: SLF001  (public from SQLAlchemy 2.1.7 on)
+
+
+def _watch(session: Session) -> _Watch:
+    watch: _Watch | None = session.info.get(WATCH)
+    if watch is None:
+        watch = session.info[WATCH] = _Watch()
+        event.listen(session, "before_flush", _before_flush)
+        event.listen(session, "after_flush", _after_flush)
+        event.listen(session, "before_commit", _before_commit)
+        event.listen(session, "after_transaction_end", _after_transaction_end)
+    return watch
+
+
+def _carry(session: Session, connection: Connection) -> None:
+    """Note that `connection` carries the engine's rows in this transaction; refuse it where it cannot."""
+    require_postgresql(connection.dialect.name)
+    refuse_autocommit(connection)
+    watch = _watch(session)
+    if watch.connection is None:
+        watch.connection = connection
+
+
+def _refuse_split(session: Session) -> None:
+    """Raise `BindError` if this transaction has written through another connection than the one with the engine's rows.
+
+    The server is asked, so it does not matter how the write was made, and a replica that was only read from is fine. A
+    transaction in two phases may spread: it commits as one.
+    """
+    carrier = session.info[WATCH].connection
+    if carrier is None or session.twophase:
+        return
+    for other in _connections(session) - {carrier}:
+        if other.dialect.name != "postgresql" or other.scalar(HAS_WRITTEN):
+            raise BindError(
+                f"this transaction writes to {other.engine.url!r} and carries jobs on {carrier.engine.url!r}, through two connections:"
+                " one could commit without the other. Bind both to the same engine, or use Session(twophase=True)."
+                " A database other than PostgreSQL belongs in a session of its own, also for reading"
+            )
+
+
+def _before_flush(session: Session, _context: object, _instances: object) -> None:
+    for cls in {type(row) for row in session.new if isinstance(row, JobTable)}:
+        _carry(session, session.connection(bind_arguments={"mapper": inspect(cls)}))
+
+
+def _after_flush(session: Session, _context: object) -> None:
+    _refuse_split(session)
+
+
+def _before_commit(session: Session) -> None:
+    watch: _Watch = session.info[WATCH]
+    if watch.doomed is not None:
+        raise LeaseLost(watch.lost)
+    if not session.in_nested_transaction():
+        session.flush()
+        _refuse_split(session)
+
+
+def _after_transaction_end(session: Session, transaction: SessionTransaction) -> None:
+    watch: _Watch = session.info[WATCH]
+    if watch.doomed is transaction:
+        watch.doomed = None
+    if transaction.parent is None:
+        watch.connection = None

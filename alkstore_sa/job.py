@@ -1,0 +1,171 @@
+"""Handles on claimed jobs: what a claim hands out, and how it is brought to an end."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+
+from alkstore_sa._jobs import Held, lease_lost
+from alkstore_sa._session import in_session
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+    from datetime import datetime, timedelta
+
+    from alkstore_sa._jobs import Claim, QueueCore, Renewal
+    from alkstore_sa._rules import Duration
+    from alkstore_sa._runner import AsyncRunner, Runner
+    from alkstore_sa._types import AnySession, AnySyncSession, AsyncAnySession
+
+__all__ = ["ClaimedJob", "JobHandle", "SyncJobHandle"]
+
+T = TypeVar("T")
+
+
+class ClaimedJob(Generic[T]):
+    """A claimed job: the row's values at the claim, and what both kinds of handle can do with them.
+
+    The handle names one claim, by its lease. Once that claim is over, be it through the handle itself or because its
+    lease lapsed and another claim came, every operation of the handle changes nothing and raises `LeaseLost`.
+    """
+
+    def __init__(self, core: QueueCore, claim: Claim) -> None:
+        row = claim.row
+        self._core = core
+        self._held = Held(row.id, row.lease)
+        self._document: str = row.payload
+        self._backoff_base: timedelta = row.backoff_base
+        self.id: int = row.id
+        """Stable for the life of the job: what a receiver recognises a repeated delivery by."""
+        self.queue: str = row.queue
+        self.payload: T = claim.payload
+        self.headers: dict[str, Any] = json.loads(row.headers)
+        self.priority: int = row.priority
+        self.attempts: int = row.attempts
+        """How often the job has been claimed, this claim included."""
+        self.max_attempts: int = row.max_attempts
+        self.run_at: datetime = row.run_at
+        self.created_at: datetime = row.created_at
+        self.lease_expires_at: datetime = row.lease_expires_at
+        """When the lease lapses, by the database's clock; `heartbeat` moves it."""
+        self.last_error: str | None = row.last_error
+        """What the last attempt failed with, None at the first."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id} of {self.queue!r}, attempt {self.attempts} of {self.max_attempts}>"
+
+    def decode(self, into: type[Any]) -> Any:
+        """Return the payload as an `into`, by the queue's codec; raises `PayloadError` where it does not fit."""
+        return self._core.codec.decode(self._document, into)
+
+    @overload
+    def ack_tx(self, session: AnySyncSession) -> None: ...
+    @overload
+    def ack_tx(self, session: AsyncAnySession) -> Awaitable[None]: ...
+    def ack_tx(self, session: AnySession) -> Awaitable[None] | None:
+        """Finish the job in the session's transaction: its database effects and its completion commit together.
+
+        For an async session it returns an awaitable, and nothing happens until that is awaited. Rolling the session (or
+        the innermost savepoint) back brings the job back under its lease (contract section 3).
+
+        Raises:
+            LeaseLost: this claim is over. The transaction, or the innermost savepoint, is then good for a rollback only:
+                the server refuses every further statement in it, and a commit of the session raises `LeaseLost` again.
+            BindError: the session is in AUTOCOMMIT; or, at its commit, it has written through another connection too.
+        """
+        return in_session(session, self._core.ack_tx, self._held)
+
+    def _apply(self, renewal: Renewal) -> datetime:
+        """Take a heartbeat's outcome over, or raise."""
+        if self.id in renewal.lost:
+            raise lease_lost("heartbeat", self.id)
+        self.lease_expires_at = renewal.renewed.get(self.id, self.lease_expires_at)
+        return self.lease_expires_at
+
+
+class JobHandle(ClaimedJob[T]):
+    """A claimed job of an async `Queue`. Each operation is one statement in a transaction of its own."""
+
+    def __init__(self, core: QueueCore, claim: Claim, runner: AsyncRunner) -> None:
+        super().__init__(core, claim)
+        self._runner = runner
+
+    async def ack(self) -> None:
+        """Finish the job: its row is deleted.
+
+        An ack that comes after the lease has lapsed, but before another claim, still counts.
+
+        Raises:
+            LeaseLost: this claim is over; nothing was changed.
+        """
+        if self.id not in await self._runner.run(self._core.ack([self._held])):
+            raise lease_lost("ack", self.id)
+
+    async def retry(self, error: BaseException | str | None = None, *, delay: Duration | None = None) -> Literal["pending", "dead"]:
+        """Give the job back for another attempt, or to dead if this was its last; return which.
+
+        It runs again after `delay` (seconds or a `timedelta`; zero is at once), or else after the job's own curve:
+        `d = min(backoff_base * 2**(attempts - 1), 1 hour)`, uniform in `[d/2, d]`. `error` becomes `last_error`.
+
+        Raises:
+            LeaseLost: this claim is over; nothing was changed.
+        """
+        return await self._runner.run(self._core.retry(self._held, error, delay, self._backoff_base, self.attempts))
+
+    async def fail(self, error: BaseException | str | None = None) -> None:
+        """Move the job to dead now, with `error` as its `last_error`.
+
+        Raises:
+            LeaseLost: this claim is over; nothing was changed.
+        """
+        await self._runner.run(self._core.fail(self._held, error))
+
+    async def heartbeat(self, extend: Duration | None = None) -> datetime:
+        """Renew the lease, from now, for `extend` or the job's own visibility timeout; return when it lapses.
+
+        While an open transaction holds the row (an `ack_tx` not yet committed) nothing is renewed or lost, and the
+        time is the old one. A lease that has lapsed cannot be renewed.
+
+        Raises:
+            LeaseLost: this claim is over, or its lease has lapsed; nothing was changed.
+        """
+        return self._apply(await self._runner.run(self._core.heartbeat([self._held], extend)))
+
+    async def release(self) -> None:
+        """Give an unstarted job back at once, its attempt with it.
+
+        Raises:
+            LeaseLost: this claim is over; nothing was changed.
+        """
+        if self.id not in await self._runner.run(self._core.release([self._held])):
+            raise lease_lost("release", self.id)
+
+
+class SyncJobHandle(ClaimedJob[T]):
+    """A claimed job of a `SyncQueue`: a `JobHandle` whose operations block. `JobHandle` says what each does."""
+
+    def __init__(self, core: QueueCore, claim: Claim, runner: Runner) -> None:
+        super().__init__(core, claim)
+        self._runner = runner
+
+    def ack(self) -> None:
+        """Finish the job: see `JobHandle.ack`."""
+        if self.id not in self._runner.run(self._core.ack([self._held])):
+            raise lease_lost("ack", self.id)
+
+    def retry(self, error: BaseException | str | None = None, *, delay: Duration | None = None) -> Literal["pending", "dead"]:
+        """Give the job back for another attempt, or to dead if this was its last: see `JobHandle.retry`."""
+        return self._runner.run(self._core.retry(self._held, error, delay, self._backoff_base, self.attempts))
+
+    def fail(self, error: BaseException | str | None = None) -> None:
+        """Move the job to dead now: see `JobHandle.fail`."""
+        self._runner.run(self._core.fail(self._held, error))
+
+    def heartbeat(self, extend: Duration | None = None) -> datetime:
+        """Renew the lease from now: see `JobHandle.heartbeat`."""
+        return self._apply(self._runner.run(self._core.heartbeat([self._held], extend)))
+
+    def release(self) -> None:
+        """Give an unstarted job back, its attempt with it: see `JobHandle.release`."""
+        if self.id not in self._runner.run(self._core.release([self._held])):
+            raise lease_lost("release", self.id)

@@ -1,0 +1,1 @@
+"""The numbered steps; each is frozen by the release that ships it."""

@@ -1,0 +1,428 @@
+"""The engine's tables as declarative models.
+
+`Job`, `DeadJob`, ... map the tables in the default schema `alkstore`; `models_for(schema)` gives the mapped classes of
+another one, which a store offers as `store.models`. They may be queried like any model, and written to as the docs
+show; what a store does to them it does with the statements of `statements`.
+
+Why the job table looks as it does (measured figures: docs/design.md):
+
+- A claim changes only columns that no index names, so PostgreSQL keeps the new row version on the same page without
+  touching an index (a HOT update). Fillfactor 50 leaves it the room, and there are no partial indexes on `state`.
+- The last key of `ix_job_claim` is `(id + 0)`: with `id` itself, a planner whose statistics say "empty table" reads that
+  whole index to find rows by their id.
+- `spent_at` is set while the job has no attempt left, so the sweep finds these jobs through a small index of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
+
+import msgspec
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Computed,
+    DateTime,
+    Identity,
+    Index,
+    Integer,
+    Interval,
+    MetaData,
+    PrimaryKeyConstraint,
+    Sequence,
+    SmallInteger,
+    Text,
+    event,
+    inspect,
+    text,
+)
+from sqlalchemy import cast as sql_cast
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, declared_attr, mapped_column
+from sqlalchemy.orm.attributes import set_committed_value
+
+from alkstore_sa._rules import check_schema_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from sqlalchemy.engine import Dialect
+    from sqlalchemy.sql import ColumnElement
+    from sqlalchemy.sql.elements import BindParameter
+
+__all__ = [
+    "DEAD_REASONS",
+    "DEFAULT_SCHEMA",
+    "SCHEMA_VERSION",
+    "Base",
+    "DeadJob",
+    "DeadJobTable",
+    "Job",
+    "JobTable",
+    "Lock",
+    "LockTable",
+    "Models",
+    "Schedule",
+    "ScheduleTable",
+    "SchemaVersion",
+    "SchemaVersionTable",
+    "Stream",
+    "StreamEvent",
+    "StreamEventTable",
+    "StreamOffset",
+    "StreamOffsetTable",
+    "StreamTable",
+    "metadata",
+    "models_for",
+]
+
+DEFAULT_SCHEMA: Final = "alkstore"
+
+SCHEMA_VERSION: Final = 1
+"""The version of the tables that these models map; `alkstore_sa.migrations` builds it."""
+
+DEAD_REASONS: Final = ("failed", "exhausted", "lapsed", "expired", "undecodable")
+"""Why a job is dead: its handler failed it; its last attempt was retried; the lease of its last attempt lapsed (the
+worker died or hung); its validity passed before it ran; its payload did not decode."""
+
+NOW: Final = text("statement_timestamp()")
+DEFAULT_VISIBILITY: Final = text("'00:05:00'::interval")
+DEFAULT_BACKOFF: Final = text("'00:00:05'::interval")
+LONGEST: Final = "'3650 days'::interval"
+
+
+class JsonDocument(JSONB):
+    """A `jsonb` column that goes over the wire as text.
+
+    The driver's and the engine's own JSON hooks (`json_serializer`, `json_deserializer`) so have no say in it. In
+    queries it is SQLAlchemy's `JSONB`: `Job.payload["order"].astext == "A-1"`.
+    """
+
+    cache_ok = True
+    should_evaluate_none = True  # None is JSON's null, not SQL's
+    render_bind_cast = False
+
+    def adapt(self, cls: type[Any], **kw: Any) -> JsonDocument:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Stay what it is: the drivers' own versions of `JSONB` would bring the engine's JSON hooks back."""
+        return JsonDocument()
+
+    def bind_expression(self, bindvalue: BindParameter[Any]) -> ColumnElement[Any]:
+        return sql_cast(sql_cast(bindvalue, Text()), JSONB())
+
+    def column_expression(self, colexpr: ColumnElement[Any]) -> ColumnElement[Any]:
+        return sql_cast(colexpr, Text())
+
+    def bind_processor(self, dialect: Dialect) -> Callable[[Any], str]:
+        return _to_json
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], Any]:
+        return _from_json
+
+
+def _to_json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _from_json(document: Any) -> Any:
+    return None if document is None else msgspec.json.decode(document)
+
+
+class JobContent:
+    """The columns that a job keeps when it dies: its identity, its content, and how far it came."""
+
+    queue: Mapped[str] = mapped_column(Text)
+    payload: Mapped[Any] = mapped_column(JsonDocument)
+    headers: Mapped[dict[str, Any]] = mapped_column(JsonDocument, server_default=text("'{}'::jsonb"))
+    priority: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    run_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=NOW)
+    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=NOW)
+    expires_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
+    attempts: Mapped[int] = mapped_column(Integer, server_default=text("0"))
+    max_attempts: Mapped[int] = mapped_column(Integer, server_default=text("3"))
+    visibility_timeout: Mapped[timedelta] = mapped_column(Interval, server_default=DEFAULT_VISIBILITY)
+    backoff_base: Mapped[timedelta] = mapped_column(Interval, server_default=DEFAULT_BACKOFF)
+    worker_id: Mapped[str | None] = mapped_column(Text)
+    last_error: Mapped[str | None] = mapped_column(Text)
+
+
+class JobTable(JobContent):
+    """A job that is pending or processing; an acknowledged one has no row.
+
+    `id` stays readable after the commit of the session that added the job, without I/O, also with
+    `expire_on_commit` and after a worker has deleted the row.
+    """
+
+    __tablename__ = "job"
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=False))
+    state: Mapped[Literal["pending", "processing"]] = mapped_column(Text, server_default=text("'pending'::text"))
+    lease: Mapped[int | None] = mapped_column(BigInteger)
+    """The number of the claim that holds the job: unique in the schema and growing; NULL when no claim does."""
+    lease_expires_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
+    spent_at: Mapped[datetime | None] = mapped_column(
+        DateTime(timezone=True),
+        Computed("CASE WHEN attempts >= max_attempts THEN COALESCE(lease_expires_at, created_at) END", persisted=True),
+    )
+    """From when on the sweep takes a job without an attempt left; NULL while it has one."""
+
+    @declared_attr.directive
+    @classmethod
+    def __table_args__(cls) -> tuple[Any, ...]:
+        return (
+            PrimaryKeyConstraint("id", name="pk_job"),
+            CheckConstraint("char_length(queue) BETWEEN 1 AND 240", name="ck_job_queue"),
+            CheckConstraint("state IN ('pending', 'processing')", name="ck_job_state"),
+            CheckConstraint("attempts >= 0", name="ck_job_attempts"),
+            CheckConstraint("max_attempts >= 1", name="ck_job_max_attempts"),
+            CheckConstraint(
+                f"visibility_timeout > '00:00:00'::interval AND visibility_timeout <= {LONGEST}", name="ck_job_visibility_timeout"
+            ),
+            CheckConstraint(f"backoff_base > '00:00:00'::interval AND backoff_base <= {LONGEST}", name="ck_job_backoff_base"),
+            CheckConstraint("jsonb_typeof(headers) = 'object'", name="ck_job_headers"),
+            CheckConstraint("isfinite(run_at) AND isfinite(created_at)", name="ck_job_times"),
+            CheckConstraint(
+                "(state = 'processing') = (lease IS NOT NULL) AND (state = 'processing') = (lease_expires_at IS NOT NULL)",
+                name="ck_job_lease",
+            ),
+            Index("ix_job_claim", "queue", text("priority DESC"), "run_at", text("(id + 0)")),
+            Index("ix_job_expires_at", "expires_at", postgresql_where=text("expires_at IS NOT NULL")),
+            Index("ix_job_spent_at", "spent_at", postgresql_where=text("spent_at IS NOT NULL")),
+            {
+                "postgresql_with": {
+                    "fillfactor": 50,
+                    # An emptied table keeps its pages: a plan made for one without pages reads the table from end to end.
+                    "vacuum_truncate": "false",
+                    # Every job leaves two dead row versions: clean up by the thousand, not by the fifth of the table.
+                    "autovacuum_vacuum_scale_factor": "0.01",
+                    "autovacuum_vacuum_threshold": 1000,
+                    "autovacuum_analyze_scale_factor": "0.05",
+                    "autovacuum_analyze_threshold": 1000,
+                    "autovacuum_vacuum_cost_delay": 0,
+                }
+            },
+        )
+
+
+class DeadJobTable(JobContent):
+    """A job that will not run again, kept for people to look at until `sweep_dead` removes it."""
+
+    __tablename__ = "dead"
+
+    id: Mapped[int] = mapped_column(BigInteger, autoincrement=False)
+    died_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=NOW)
+    reason: Mapped[str] = mapped_column(Text)
+
+    @declared_attr.directive
+    @classmethod
+    def __table_args__(cls) -> tuple[Any, ...]:
+        return (
+            PrimaryKeyConstraint("id", name="pk_dead"),
+            Index("ix_dead_queue_died_at", "queue", "died_at"),
+            Index("ix_dead_died_at", "died_at"),
+        )
+
+
+class ScheduleTable:
+    """A named schedule and its next boundary."""
+
+    __tablename__ = "schedule"
+
+    name: Mapped[str] = mapped_column(Text)
+    spec: Mapped[str] = mapped_column(Text)
+    queue: Mapped[str] = mapped_column(Text)
+    payload: Mapped[Any] = mapped_column(JsonDocument)
+    headers: Mapped[dict[str, Any]] = mapped_column(JsonDocument, server_default=text("'{}'::jsonb"))
+    priority: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    max_attempts: Mapped[int | None] = mapped_column(Integer)
+    visibility_timeout: Mapped[timedelta | None] = mapped_column(Interval)
+    backoff_base: Mapped[timedelta | None] = mapped_column(Interval)
+    expires: Mapped[timedelta | None] = mapped_column(Interval)
+    next_fire_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
+    last_fire_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
+    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=NOW)
+
+    @declared_attr.directive
+    @classmethod
+    def __table_args__(cls) -> tuple[Any, ...]:
+        return (
+            PrimaryKeyConstraint("name", name="pk_schedule"),
+            Index("ix_schedule_next_fire_at", "next_fire_at"),
+        )
+
+
+class LockTable:
+    """A named lock; free when it has no row or its time has passed."""
+
+    __tablename__ = "lock"
+
+    name: Mapped[str] = mapped_column(Text)
+    owner: Mapped[str] = mapped_column(Text)
+    expires_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
+    fence: Mapped[int] = mapped_column(BigInteger)
+
+    @declared_attr.directive
+    @classmethod
+    def __table_args__(cls) -> tuple[Any, ...]:
+        return (PrimaryKeyConstraint("name", name="pk_lock"), {"postgresql_with": {"fillfactor": 50}})
+
+
+class StreamTable:
+    """The head of a stream: the last offset that was assigned in it."""
+
+    __tablename__ = "stream"
+
+    name: Mapped[str] = mapped_column(Text)
+    head: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
+
+    @declared_attr.directive
+    @classmethod
+    def __table_args__(cls) -> tuple[Any, ...]:
+        return (PrimaryKeyConstraint("name", name="pk_stream"), {"postgresql_with": {"fillfactor": 50}})
+
+
+class StreamEventTable:
+    """An event of a stream; `offset` is its place, assigned after its commit by a reader."""
+
+    __tablename__ = "stream_event"
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=False))
+    stream: Mapped[str] = mapped_column(Text)
+    offset: Mapped[int | None] = mapped_column(BigInteger)
+    key: Mapped[str | None] = mapped_column(Text)
+    payload: Mapped[Any] = mapped_column(JsonDocument)
+    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=NOW)
+
+    @declared_attr.directive
+    @classmethod
+    def __table_args__(cls) -> tuple[Any, ...]:
+        return (
+            PrimaryKeyConstraint("id", name="pk_stream_event"),
+            Index("ix_stream_event_offset", "stream", "offset", unique=True, postgresql_where=text('"offset" IS NOT NULL')),
+            Index("ix_stream_event_unplaced", "stream", "id", postgresql_where=text('"offset" IS NULL')),
+        )
+
+
+class StreamOffsetTable:
+    """How far a consumer has come in a stream."""
+
+    __tablename__ = "stream_offset"
+
+    stream: Mapped[str] = mapped_column(Text)
+    consumer: Mapped[str] = mapped_column(Text)
+    offset: Mapped[int] = mapped_column(BigInteger)
+    updated_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=NOW)
+
+    @declared_attr.directive
+    @classmethod
+    def __table_args__(cls) -> tuple[Any, ...]:
+        return (PrimaryKeyConstraint("stream", "consumer", name="pk_stream_offset"), {"postgresql_with": {"fillfactor": 50}})
+
+
+class SchemaVersionTable:
+    """The numbered migration steps that built this schema; the highest one is its version."""
+
+    __tablename__ = "schema_version"
+
+    version: Mapped[int] = mapped_column(Integer, autoincrement=False)
+    applied_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=NOW)
+
+    @declared_attr.directive
+    @classmethod
+    def __table_args__(cls) -> tuple[Any, ...]:
+        return (PrimaryKeyConstraint("version", name="pk_schema_version"),)
+
+
+class Base(DeclarativeBase):
+    """Base of the models in the default schema, on a `MetaData` of the library's own."""
+
+    metadata = MetaData(schema=DEFAULT_SCHEMA)
+
+
+metadata = Base.metadata
+
+
+class Job(JobTable, Base):
+    __doc__ = JobTable.__doc__
+
+
+class DeadJob(DeadJobTable, Base):
+    __doc__ = DeadJobTable.__doc__
+
+
+class Schedule(ScheduleTable, Base):
+    __doc__ = ScheduleTable.__doc__
+
+
+class Lock(LockTable, Base):
+    __doc__ = LockTable.__doc__
+
+
+class Stream(StreamTable, Base):
+    __doc__ = StreamTable.__doc__
+
+
+class StreamEvent(StreamEventTable, Base):
+    __doc__ = StreamEventTable.__doc__
+
+
+class StreamOffset(StreamOffsetTable, Base):
+    __doc__ = StreamOffsetTable.__doc__
+
+
+class SchemaVersion(SchemaVersionTable, Base):
+    __doc__ = SchemaVersionTable.__doc__
+
+
+@dataclass(frozen=True)
+class Models:
+    """The mapped classes of one schema."""
+
+    schema: str
+    metadata: MetaData
+    Job: type[JobTable]
+    DeadJob: type[DeadJobTable]
+    Schedule: type[ScheduleTable]
+    Lock: type[LockTable]
+    Stream: type[StreamTable]
+    StreamEvent: type[StreamEventTable]
+    StreamOffset: type[StreamOffsetTable]
+    SchemaVersion: type[SchemaVersionTable]
+
+
+@lru_cache(maxsize=None)
+def models_for(schema: str = DEFAULT_SCHEMA) -> Models:
+    """Return the mapped classes of the engine's tables in `schema`; the same ones at each call.
+
+    Raises:
+        InvalidName, ReservedName: `schema` cannot be a schema of the engine's own.
+    """
+    check_schema_name(schema)
+    default = (Job, DeadJob, Schedule, Lock, Stream, StreamEvent, StreamOffset, SchemaVersion)
+    if schema == DEFAULT_SCHEMA:
+        return Models(schema, metadata, *default)
+    base = cast("type[DeclarativeBase]", type("Base", (DeclarativeBase,), {"metadata": MetaData(schema=schema), "__module__": __name__}))
+    mapped: Iterable[Any] = (
+        type(cls.__name__, (cls.__bases__[0], base), {"__doc__": cls.__doc__, "__module__": f"{__name__}[{schema}]"}) for cls in default
+    )
+    return _complete(Models(schema, base.metadata, *mapped))
+
+
+def _keep_id_readable(job: JobTable, expired: Iterable[str] | None) -> None:
+    """Put the id back when a commit or rollback expires the job's attributes: it is known, and it never changes."""
+    key = inspect(job).identity
+    if key is not None and (expired is None or "id" in expired):
+        set_committed_value(job, "id", key[0])
+
+
+def _complete(models: Models) -> Models:
+    """Add what the classes alone do not say: the sequences, and the listener that keeps a job's id readable."""
+    Sequence("job_lease", metadata=models.metadata, schema=models.schema)
+    Sequence("lock_fence", metadata=models.metadata, schema=models.schema)
+    event.listen(models.Job, "expire", _keep_id_readable)
+    return models
+
+
+_complete(models_for(DEFAULT_SCHEMA))

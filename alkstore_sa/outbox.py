@@ -1,0 +1,327 @@
+"""The outbox: messages that commit with the caller's transaction and are then delivered, at least once, by a callable.
+
+A helper over queues: the messages are jobs of a queue that only the outbox can name (contract section 6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import logging
+import random
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from alkstore_sa._jobs import JobDefaults
+from alkstore_sa._rules import check_count, check_duration, check_name
+from alkstore_sa._runner import is_transient
+from alkstore_sa.errors import LeaseLost
+from alkstore_sa.job import JobHandle, SyncJobHandle
+from alkstore_sa.queue import Queue, SyncQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
+    from typing_extensions import Unpack
+
+    from alkstore_sa._jobs import QueueCore
+    from alkstore_sa._rules import Duration
+    from alkstore_sa._runner import AsyncRunner, Runner
+    from alkstore_sa._stop import StopToken
+    from alkstore_sa._types import AnySession, OutboxOptions
+    from alkstore_sa.models import JobTable
+
+__all__ = ["OUTBOX_DEFAULTS", "Delivery", "Outbox", "SyncDelivery", "SyncOutbox"]
+
+Delivery: TypeAlias = "Callable[[JobHandle[Any]], Any]"
+SyncDelivery: TypeAlias = "Callable[[SyncJobHandle[Any]], Any]"
+
+OUTBOX_DEFAULTS: Final = JobDefaults(visibility_timeout=timedelta(seconds=60), max_attempts=5, backoff_base=timedelta(seconds=5))
+
+FIRST_RECONNECT: Final = 0.05
+LAST_RECONNECT: Final = 2.0
+SWEEP_INTERVAL: Final = 30.0
+
+logger = logging.getLogger("alkstore_sa.outbox")
+
+
+class _OutboxDoor:
+    """What both doors have in common: everything that joins the caller's session."""
+
+    def __init__(self, queue: Queue[Any] | SyncQueue[Any], core: QueueCore) -> None:
+        self._door = queue
+        self._core = core
+        self.name: str = core.name.partition(":")[2]
+        """The outbox's name."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} in schema {self._core.store.schema!r}>"
+
+    def enqueue_tx(self, session: AnySession, payload: Any, **options: Unpack[OutboxOptions]) -> JobTable:
+        """Add a message to the session's transaction: it commits with it, or never existed.
+
+        The same as `Queue.enqueue_tx`: no I/O, nothing to await, `job.id` after the flush. What the payload takes from
+        other rows must be there by now: a key that the database makes (`order.id`) is None until a flush.
+
+        Raises:
+            PayloadError, PayloadTooLarge, ValueError: the payload or an option is bad; nothing was added.
+            BindError: the session cannot carry the message; at its flush or commit also where it has written elsewhere.
+        """
+        return self._door.enqueue_tx(session, payload, **options)
+
+    def enqueue_many_tx(self, session: AnySession, payloads: Iterable[Any], **options: Unpack[OutboxOptions]) -> list[JobTable]:
+        """Add a message for each payload to the session's transaction: see `enqueue_tx`."""
+        return self._door.enqueue_many_tx(session, payloads, **options)
+
+
+class Outbox(_OutboxDoor):
+    """An outbox of a `Store`. A cheap handle: making one does no I/O.
+
+    A message has 5 attempts of 60 seconds each, with retries after 5, 10, 20, 40 seconds (each halved at most by jitter),
+    unless its enqueue says otherwise. No order is promised between messages.
+    """
+
+    def __init__(self, core: QueueCore, runner: AsyncRunner, closed: StopToken) -> None:
+        self._queue: Queue[Any] = Queue(core, runner)
+        super().__init__(self._queue, core)
+        self._closed = closed
+
+    async def enqueue(self, payload: Any, **options: Unpack[OutboxOptions]) -> int:
+        """Store a message in a transaction of its own and return its id."""
+        return await self._queue.enqueue(payload, **options)
+
+    async def enqueue_many(self, payloads: Iterable[Any], **options: Unpack[OutboxOptions]) -> list[int]:
+        """Store a message for each payload, all or none, and return their ids in order."""
+        return await self._queue.enqueue_many(payloads, **options)
+
+    async def run_once(self, worker_id: str, delivery: Delivery) -> bool:
+        """Deliver one message; return whether there was one, whatever became of it.
+
+        `delivery(job)` is a coroutine function, a plain function, which runs in a thread, or an object with `__call__`
+        of either kind; whatever it returns is awaited if it can be. When it returns, the message is acknowledged. When it
+        raises, the message is retried after the curve, with the error's text, and at its last attempt moved to dead with
+        it. There is no heartbeat: a delivery that may take longer than the visibility timeout calls `job.heartbeat()`.
+
+        A message may be delivered more than once (the acknowledgement can get lost): the receiver tells by `job.id`.
+        Cancelling leaves the message to its lease.
+
+        Raises:
+            LeaseLost: the delivery took longer than its lease, and another has claimed the message since.
+        """
+        jobs = await self._queue.claim(worker_id)
+        if not jobs:
+            return False
+        await _deliver(jobs[0], delivery, None)
+        return True
+
+    async def run(
+        self,
+        worker_id: str,
+        delivery: Delivery,
+        stop: StopToken,
+        *,
+        concurrency: int = 10,
+        poll: Duration = 1.0,
+    ) -> None:
+        """Deliver messages until `stop` is cancelled or the store is closed, up to `concurrency` at once.
+
+        Each message is treated as by `run_once` and acknowledged at once. When there is nothing to do it looks again at
+        the soonest due time, or after `poll` (seconds, with a jitter of a tenth), whichever is first. Every 30 seconds it
+        moves its messages that must not run any more to dead (expired, or abandoned at their last attempt). A lost lease, a
+        dropped connection or a restarting server is logged and does not end it. On a stop it claims no more, waits for
+        the deliveries under way, and returns; cancelling the task cancels these and leaves their messages to their leases.
+
+        Raises:
+            SchemaMissing, SchemaMismatch, and database errors that do not pass by themselves, such as a missing right.
+        """
+        check_name(worker_id, "worker")
+        loop = _DeliveryLoop(
+            self._queue, worker_id, delivery, check_count(concurrency, "concurrency"), check_duration(poll, "poll").total_seconds()
+        )
+        with stop.notifying(loop.stop_soon), self._closed.notifying(loop.stop_soon):
+            await loop.run()
+
+    async def stats(self) -> Any:
+        """Count the outbox's messages: see `Queue.stats`."""
+        return await self._queue.stats()
+
+
+class SyncOutbox(_OutboxDoor):
+    """An outbox of a `SyncStore`: an `Outbox` whose operations block. The loop `run` is asyncio's alone."""
+
+    def __init__(self, core: QueueCore, runner: Runner) -> None:
+        self._queue: SyncQueue[Any] = SyncQueue(core, runner)
+        super().__init__(self._queue, core)
+
+    def enqueue(self, payload: Any, **options: Unpack[OutboxOptions]) -> int:
+        """Store a message in a transaction of its own and return its id."""
+        return self._queue.enqueue(payload, **options)
+
+    def enqueue_many(self, payloads: Iterable[Any], **options: Unpack[OutboxOptions]) -> list[int]:
+        """Store a message for each payload, all or none, and return their ids in order."""
+        return self._queue.enqueue_many(payloads, **options)
+
+    def run_once(self, worker_id: str, delivery: SyncDelivery) -> bool:
+        """Deliver one message; return whether there was one: see `Outbox.run_once`.
+
+        The delivery runs in this thread. One that returns an awaitable has it run to its end on an event loop of its own.
+        """
+        jobs = self._queue.claim(worker_id)
+        if not jobs:
+            return False
+        job = jobs[0]
+        try:
+            result = delivery(job)
+            if inspect.isawaitable(result):
+                asyncio.run(_await(result))
+        except LeaseLost:
+            raise
+        except Exception as error:  # noqa: BLE001  (whatever a delivery raises means: not delivered)
+            job.retry(error)
+        else:
+            job.ack()
+        return True
+
+    def stats(self) -> Any:
+        """Count the outbox's messages: see `Queue.stats`."""
+        return self._queue.stats()
+
+
+async def _await(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def is_async_callable(function: Callable[..., Any]) -> bool:
+    """Tell whether calling `function` makes a coroutine, looking through partials and at `__call__` of objects."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+async def _deliver(job: JobHandle[Any], delivery: Delivery, threads: ThreadPoolExecutor | None) -> None:
+    """Call the delivery and finish the job by its outcome; plain functions run in `threads`, or the loop's own."""
+    try:
+        if is_async_callable(delivery):
+            result = delivery(job)
+        else:
+            call = functools.partial(contextvars.copy_context().run, delivery, job)
+            result = await asyncio.get_running_loop().run_in_executor(threads, call)
+        if inspect.isawaitable(result):
+            await result
+    except LeaseLost:
+        raise
+    except Exception as error:  # noqa: BLE001  (whatever a delivery raises means: not delivered)
+        await job.retry(error)
+    else:
+        await job.ack()
+
+
+class _DeliveryLoop:
+    """The state of one `Outbox.run`."""
+
+    def __init__(self, queue: Queue[Any], worker_id: str, delivery: Delivery, concurrency: int, poll: float) -> None:
+        self._queue = queue
+        self._worker_id = worker_id
+        self._delivery = delivery
+        self._concurrency = concurrency
+        self._poll = poll
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._running: set[asyncio.Task[None]] = set()
+        self._reconnect = FIRST_RECONNECT
+        self._fruitless = 0
+        self._next_sweep = 0.0
+        self._failure: BaseException | None = None
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="alkstore-outbox")
+
+    def stop_soon(self) -> None:
+        """Stop; from any thread, and also after the event loop was closed."""
+        self._stopping = True
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    async def run(self) -> None:
+        """Claim and deliver until stopped, then wait for what is under way."""
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                wait = await self._fill()
+                await self._sleep(wait)
+                if self._failure is not None:
+                    raise self._failure
+            if self._running:
+                await asyncio.wait(self._running)
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _fill(self) -> float | None:
+        """Start as many deliveries as there are free slots; return how long to sleep, None until a slot is free."""
+        free = self._concurrency - len(self._running)
+        if not free:
+            return None
+        try:
+            if self._loop.time() >= self._next_sweep:
+                self._next_sweep = self._loop.time() + SWEEP_INTERVAL
+                await self._queue.sweep_expired()
+            jobs = await self._queue.claim(self._worker_id, free)
+            for job in jobs:
+                task = asyncio.create_task(self._deliver_one(job))
+                self._running.add(task)
+                task.add_done_callback(self._finished)
+            if len(jobs) == free:
+                return None
+            due = await self._queue.next_due()
+        except Exception as error:
+            if not is_transient(error):
+                raise
+            return self._back_off("claim", error)
+        self._reconnect = FIRST_RECONNECT
+        return self._pause(due)
+
+    def _pause(self, due: timedelta | None) -> float:
+        """Return how long to sleep after a claim that came short, with the next job due in `due`.
+
+        What fell due since that claim is claimed at once. What is due and yet was not claimed is locked by an open
+        transaction, so asking again at once leads nowhere: the pause then grows.
+        """
+        pause = self._poll * random.uniform(0.9, 1.1)  # noqa: S311  (jitter, no secret)
+        if due is not None and due <= timedelta(0):
+            self._fruitless += 1
+            return min(pause, 0.0 if self._fruitless == 1 else 0.01 * 2 ** min(self._fruitless, 10))
+        self._fruitless = 0
+        return pause if due is None else min(pause, due.total_seconds())
+
+    async def _deliver_one(self, job: JobHandle[Any]) -> None:
+        try:
+            await _deliver(job, self._delivery, self._threads)
+        except LeaseLost as error:
+            logger.warning("outbox %s: %s", self._queue.name, error)
+        except Exception as error:
+            if not is_transient(error):
+                raise
+            logger.warning("outbox %s: the outcome of job %d was not stored, its lease decides: %s", self._queue.name, job.id, error)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._wake.set()
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+
+    async def _sleep(self, seconds: float | None) -> None:
+        """Sleep until a delivery has finished or a stop was asked for, at most `seconds`."""
+        try:
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        except asyncio.TimeoutError:
+            pass
+
+    def _back_off(self, what: str, error: Exception) -> float:
+        wait, self._reconnect = self._reconnect, min(self._reconnect * 2, LAST_RECONNECT)
+        logger.warning("outbox %s: %s failed, next try in %.2f s: %s", self._queue.name, what, wait, error)
+        return wait

@@ -1,0 +1,254 @@
+"""Queues: the async door and the sync door to the queue core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+from alkstore_sa._jobs import read_stats, sweep, sweep_dead
+from alkstore_sa._session import in_session
+from alkstore_sa._types import QueueStats
+from alkstore_sa.job import ClaimedJob, JobHandle, SyncJobHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from datetime import timedelta
+
+    from sqlalchemy import Connection
+    from typing_extensions import Unpack
+
+    from alkstore_sa._core import StoreCore
+    from alkstore_sa._jobs import Held, QueueCore, Renewal
+    from alkstore_sa._rules import Duration
+    from alkstore_sa._runner import AsyncRunner, Runner
+    from alkstore_sa._types import AnySession, AnySyncSession, AsyncAnySession, EnqueueOptions, JobSnapshot
+    from alkstore_sa.models import JobTable
+
+__all__ = ["Queue", "SyncQueue", "sweep_all", "sweep_all_sync"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+Handle = TypeVar("Handle", bound="ClaimedJob[Any]")
+
+
+class _QueueDoor:
+    """What both doors have in common: everything that joins the caller's session."""
+
+    def __init__(self, core: QueueCore) -> None:
+        self._core = core
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} in schema {self._core.store.schema!r}>"
+
+    @property
+    def name(self) -> str:
+        """The queue's name."""
+        return self._core.name
+
+    def enqueue_tx(self, session: AnySession, payload: Any, **options: Unpack[EnqueueOptions]) -> JobTable:
+        """Add a job to the session's transaction: it commits with it, or never existed (contract section 3).
+
+        There is no I/O and nothing to await, for sync and async sessions alike: the pending `Job` joins the session's
+        unit of work and is inserted by its next flush. `job.id` is there after the flush and stays readable after the
+        commit. A `delay` counts from the flush.
+
+        Args:
+            session: a `Session`, `AsyncSession`, or a scoped registry of either.
+            payload: a JSON value, dataclass, datetime, UUID, decimal, enum, or a structure of these. It is encoded now.
+            options: see `EnqueueOptions`.
+
+        Raises:
+            PayloadError, PayloadTooLarge, ValueError: the payload or an option is bad; nothing was added.
+            BindError: the session cannot carry the job; at its flush or commit also where it has written elsewhere.
+        """
+        return self._core.enqueue_tx(session, [payload], options)[0]
+
+    def enqueue_many_tx(self, session: AnySession, payloads: Iterable[Any], **options: Unpack[EnqueueOptions]) -> list[JobTable]:
+        """Add a job for each payload to the session's transaction: see `enqueue_tx`."""
+        return self._core.enqueue_tx(session, payloads, options)
+
+
+class Queue(_QueueDoor, Generic[T]):
+    """A queue of a `Store`. A cheap handle: making one does no I/O, and its options are stamped onto each job."""
+
+    def __init__(self, core: QueueCore, runner: AsyncRunner) -> None:
+        super().__init__(core)
+        self._runner = runner
+
+    async def enqueue(self, payload: Any, **options: Unpack[EnqueueOptions]) -> int:
+        """Insert a job in a transaction of its own and return its id; `options` are those of `EnqueueOptions`.
+
+        Raises:
+            PayloadError, PayloadTooLarge, ValueError: the payload or an option is bad; nothing was stored.
+        """
+        return (await self.enqueue_many([payload], **options))[0]
+
+    async def enqueue_many(self, payloads: Iterable[Any], **options: Unpack[EnqueueOptions]) -> list[int]:
+        """Insert a job for each payload, all or none, and return their ids in the payloads' order.
+
+        One round trip carries 100,000 jobs or 128 MiB of JSON; more goes in several, in one transaction.
+        """
+        insertion = self._core.enqueue(payloads, options)
+        return await self._run(insertion, atomic=insertion.atomic)
+
+    async def claim(self, worker_id: str, n: int = 1) -> list[JobHandle[T]]:
+        """Claim up to `n` due jobs, for each job's own visibility timeout; an empty list means there are none.
+
+        They come in the order of priority (higher first), `run_at`, id. Fewer than `n` means that the whole queue was
+        looked through. Each claim uses up an attempt; a job without one left is never handed out. No job is handed out
+        twice while a lease lasts. A job that becomes claimable behind the place that claims have reached (it committed
+        late, or its lease lapsed) may be overtaken for `max(1 s, 20 x the time of a claim from the head)`.
+
+        A job whose payload does not decode is moved to dead and not returned.
+        """
+        claims = await self._run(self._core.claim(worker_id, n))
+        return [JobHandle(self._core, claim, self._runner) for claim in claims]
+
+    async def ack_many(self, jobs: Sequence[JobHandle[Any]]) -> list[JobHandle[Any]]:
+        """Finish jobs in one round trip; return those whose lease was lost, for which nothing was changed."""
+        return _missing(jobs, await self._run(self._core.ack(_held(jobs))))
+
+    async def release_many(self, jobs: Sequence[JobHandle[Any]]) -> list[JobHandle[Any]]:
+        """Give unstarted jobs back in one round trip; return those whose lease was lost."""
+        return _missing(jobs, await self._run(self._core.release(_held(jobs))))
+
+    async def heartbeat_many(self, jobs: Sequence[JobHandle[Any]], extend: Duration | None = None) -> list[JobHandle[Any]]:
+        """Renew leases in one round trip; return the jobs whose lease was lost: see `JobHandle.heartbeat`."""
+        return _apply(jobs, await self._run(self._core.heartbeat(_held(jobs), extend)))
+
+    @overload
+    def get_job(self, job_id: int, *, session: AsyncAnySession | None = None) -> Awaitable[JobSnapshot | None]: ...
+    @overload
+    def get_job(self, job_id: int, *, session: AnySyncSession) -> JobSnapshot | None: ...
+    def get_job(self, job_id: int, *, session: AnySession | None = None) -> Awaitable[JobSnapshot | None] | JobSnapshot | None:
+        """Return a snapshot of the job, pending, processing or dead; None if it is done, or another queue's.
+
+        With `session` it reads in that session's transaction and sees what it has enqueued and not yet committed.
+        """
+        if session is None:
+            return self._run(self._core.get_job(job_id))
+        return in_session(session, self._core.get_job_in, job_id)
+
+    async def cancel(self, job_id: int) -> bool:
+        """Delete a pending job of this queue; False if there is none, or it is being processed."""
+        return await self._run(self._core.cancel(job_id))
+
+    async def next_due(self) -> timedelta | None:
+        """Tell how long until the soonest job that cannot be claimed now may be: its `run_at`, or its lease's end.
+
+        Zero or less for one that has become due meanwhile, None when there is none. A hint: it may be done or cancelled.
+        """
+        return await self._run(self._core.next_due())
+
+    async def stats(self) -> QueueStats:
+        """Count the queue's jobs."""
+        return (await self._run(read_stats(self._core.store, self.name))).get(self.name, QueueStats())
+
+    async def sweep_expired(self) -> int:
+        """Move the jobs that must not run any more to dead and return how many: see `Store.sweep_expired`."""
+        return await sweep_all(self._runner, self._core.store, sweep(self._core.store, self.name))
+
+    async def sweep_dead(self, older_than: Duration) -> int:
+        """Delete the dead jobs that died longer ago than `older_than` and return how many."""
+        return await sweep_all(self._runner, self._core.store, sweep_dead(self._core.store, older_than, self.name))
+
+    async def _run(self, operation: Callable[[Connection], R], *, atomic: bool = False) -> R:
+        return await self._runner.run(self._core.store.checked(operation), atomic=atomic)
+
+
+class SyncQueue(_QueueDoor, Generic[T]):
+    """A queue of a `SyncStore`: a `Queue` whose operations block. `Queue` says what each does."""
+
+    def __init__(self, core: QueueCore, runner: Runner) -> None:
+        super().__init__(core)
+        self._runner = runner
+
+    def enqueue(self, payload: Any, **options: Unpack[EnqueueOptions]) -> int:
+        """Insert a job in a transaction of its own and return its id: see `Queue.enqueue`."""
+        return self.enqueue_many([payload], **options)[0]
+
+    def enqueue_many(self, payloads: Iterable[Any], **options: Unpack[EnqueueOptions]) -> list[int]:
+        """Insert a job for each payload, all or none, and return their ids in order: see `Queue.enqueue_many`."""
+        insertion = self._core.enqueue(payloads, options)
+        return self._run(insertion, atomic=insertion.atomic)
+
+    def claim(self, worker_id: str, n: int = 1) -> list[SyncJobHandle[T]]:
+        """Claim up to `n` due jobs: see `Queue.claim`."""
+        claims = self._run(self._core.claim(worker_id, n))
+        return [SyncJobHandle(self._core, claim, self._runner) for claim in claims]
+
+    def ack_many(self, jobs: Sequence[SyncJobHandle[Any]]) -> list[SyncJobHandle[Any]]:
+        """Finish jobs in one round trip; return those whose lease was lost."""
+        return _missing(jobs, self._run(self._core.ack(_held(jobs))))
+
+    def release_many(self, jobs: Sequence[SyncJobHandle[Any]]) -> list[SyncJobHandle[Any]]:
+        """Give unstarted jobs back in one round trip; return those whose lease was lost."""
+        return _missing(jobs, self._run(self._core.release(_held(jobs))))
+
+    def heartbeat_many(self, jobs: Sequence[SyncJobHandle[Any]], extend: Duration | None = None) -> list[SyncJobHandle[Any]]:
+        """Renew leases in one round trip; return the jobs whose lease was lost."""
+        return _apply(jobs, self._run(self._core.heartbeat(_held(jobs), extend)))
+
+    @overload
+    def get_job(self, job_id: int, *, session: AnySyncSession | None = None) -> JobSnapshot | None: ...
+    @overload
+    def get_job(self, job_id: int, *, session: AsyncAnySession) -> Awaitable[JobSnapshot | None]: ...
+    def get_job(self, job_id: int, *, session: AnySession | None = None) -> Awaitable[JobSnapshot | None] | JobSnapshot | None:
+        """Return a snapshot of the job, or None: see `Queue.get_job`."""
+        if session is None:
+            return self._run(self._core.get_job(job_id))
+        return in_session(session, self._core.get_job_in, job_id)
+
+    def cancel(self, job_id: int) -> bool:
+        """Delete a pending job of this queue: see `Queue.cancel`."""
+        return self._run(self._core.cancel(job_id))
+
+    def next_due(self) -> timedelta | None:
+        """Tell how long until the soonest job that cannot be claimed now may be: see `Queue.next_due`."""
+        return self._run(self._core.next_due())
+
+    def stats(self) -> QueueStats:
+        """Count the queue's jobs."""
+        return self._run(read_stats(self._core.store, self.name)).get(self.name, QueueStats())
+
+    def sweep_expired(self) -> int:
+        """Move the jobs that must not run any more to dead and return how many: see `Store.sweep_expired`."""
+        return sweep_all_sync(self._runner, self._core.store, sweep(self._core.store, self.name))
+
+    def sweep_dead(self, older_than: Duration) -> int:
+        """Delete the dead jobs that died longer ago than `older_than` and return how many."""
+        return sweep_all_sync(self._runner, self._core.store, sweep_dead(self._core.store, older_than, self.name))
+
+    def _run(self, operation: Callable[[Connection], R], *, atomic: bool = False) -> R:
+        return self._runner.run(self._core.store.checked(operation), atomic=atomic)
+
+
+def _held(jobs: Sequence[ClaimedJob[Any]]) -> list[Held]:
+    return [job._held for job in jobs]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  (the same package's own)
+
+
+def _missing(jobs: Sequence[Handle], ids: set[int]) -> list[Handle]:
+    return [job for job in jobs if job.id not in ids]
+
+
+def _apply(jobs: Sequence[Handle], renewal: Renewal) -> list[Handle]:
+    for job in jobs:
+        job.lease_expires_at = renewal.renewed.get(job.id, job.lease_expires_at)
+    return [job for job in jobs if job.id in renewal.lost]
+
+
+async def sweep_all(runner: AsyncRunner, store: StoreCore, portions: Iterable[Callable[[Connection], int]]) -> int:
+    """Run each portion, in its own transaction, until it finds nothing more; return how many rows that were."""
+    total = 0
+    for portion in portions:
+        while moved := await runner.run(store.checked(portion)):
+            total += moved
+    return total
+
+
+def sweep_all_sync(runner: Runner, store: StoreCore, portions: Iterable[Callable[[Connection], int]]) -> int:
+    """Do what `sweep_all` does, blocking."""
+    total = 0
+    for portion in portions:
+        while moved := runner.run(store.checked(portion)):
+            total += moved
+    return total

@@ -1,0 +1,299 @@
+"""The stores: where everything begins. `Store` stands on an async engine, `SyncStore` on a plain one."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+from sqlalchemy.orm import Session
+
+from alkstore_sa._core import StoreCore
+from alkstore_sa._jobs import JobDefaults, QueueCore, read_stats, sweep, sweep_dead
+from alkstore_sa._rules import check_name, outbox_queue_name
+from alkstore_sa._runner import AsyncRunner, Runner
+from alkstore_sa._stop import StopToken
+from alkstore_sa.codec import DEFAULT_MAX_PAYLOAD_BYTES
+from alkstore_sa.models import DEFAULT_SCHEMA
+from alkstore_sa.outbox import OUTBOX_DEFAULTS, Outbox, SyncOutbox
+from alkstore_sa.queue import Queue, SyncQueue, sweep_all, sweep_all_sync
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from alkstore_sa._rules import Duration
+    from alkstore_sa._types import QueueStats
+    from alkstore_sa.codec import Codec
+    from alkstore_sa.models import Models
+
+__all__ = ["Store", "SyncStore"]
+
+T = TypeVar("T")
+
+
+class _StoreDoor:
+    """What both stores have in common."""
+
+    def __init__(self, schema: str, codec: Codec | None, max_payload_bytes: int) -> None:
+        self._core = StoreCore(schema, codec, max_payload_bytes)
+        self._closed = StopToken()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} in schema {self.schema!r}>"
+
+    @property
+    def schema(self) -> str:
+        """The name of the schema that holds the engine's tables."""
+        return self._core.schema
+
+    @property
+    def models(self) -> Models:
+        """The mapped classes of this store's schema, to be queried like any model: `select(store.models.Job)`."""
+        return self._core.models
+
+    def _queue_core(
+        self,
+        name: str,
+        visibility_timeout: Duration,
+        max_attempts: int,
+        backoff_base: Duration,
+        codec: Codec | None,
+        payload_type: type[Any],
+    ) -> QueueCore:
+        defaults = JobDefaults.checked(visibility_timeout, max_attempts, backoff_base)
+        return QueueCore(self._core, check_name(name, "queue"), defaults, codec, payload_type)
+
+    def _outbox_core(self, name: str) -> QueueCore:
+        return QueueCore(self._core, outbox_queue_name(name), OUTBOX_DEFAULTS, None, object)
+
+
+class Store(_StoreDoor):
+    """The engine on an async SQLAlchemy engine for PostgreSQL (asyncpg or psycopg).
+
+    A store needs no opening, opens no connection by itself, and never disposes of the engine. Its own operations are
+    short transactions on the engine's pool; what ends in `_tx` joins the session it is given.
+
+    On an `AsyncConnection` inside a transaction every operation runs within that transaction and is rolled back with it,
+    which suits tests; the connection must not be used by two tasks at a time.
+
+    Args:
+        bind: the engine, or a connection.
+        schema: the schema that the migration put the tables into.
+        codec: payloads to JSON text and back; a queue may have another.
+        max_payload_bytes: the size limit of a payload's JSON text, in bytes of UTF-8.
+
+    Raises:
+        UnsupportedDialect: `bind` is no PostgreSQL.
+        InvalidName, ReservedName: `schema` cannot be the engine's.
+    """
+
+    def __init__(
+        self,
+        bind: AsyncEngine | AsyncConnection,
+        *,
+        schema: str = DEFAULT_SCHEMA,
+        codec: Codec | None = None,
+        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+    ) -> None:
+        if not isinstance(bind, (AsyncEngine, AsyncConnection)):
+            raise TypeError(f"Store needs an AsyncEngine or AsyncConnection, not {type(bind).__name__}; for a plain Engine use SyncStore")
+        super().__init__(schema, codec, max_payload_bytes)
+        self._runner = AsyncRunner(bind)
+
+    @overload
+    def queue(
+        self,
+        name: str,
+        *,
+        visibility_timeout: Duration = ...,
+        max_attempts: int = ...,
+        backoff_base: Duration = ...,
+        codec: Codec | None = ...,
+    ) -> Queue[Any]: ...
+    @overload
+    def queue(
+        self,
+        name: str,
+        *,
+        visibility_timeout: Duration = ...,
+        max_attempts: int = ...,
+        backoff_base: Duration = ...,
+        codec: Codec | None = ...,
+        payload_type: type[T],
+    ) -> Queue[T]: ...
+    def queue(
+        self,
+        name: str,
+        *,
+        visibility_timeout: Duration = 300,
+        max_attempts: int = 3,
+        backoff_base: Duration = 5,
+        codec: Codec | None = None,
+        payload_type: type[Any] = object,
+    ) -> Queue[Any]:
+        """Return a handle on the queue `name`, without I/O; the queue need not be made.
+
+        Args:
+            name: 1 to 200 characters of any kind except NUL, not beginning with `__alkstore_`.
+            visibility_timeout: how long a claim lasts before another may take the job, in seconds or as a `timedelta`.
+            max_attempts: how often a job may be claimed before it is dead.
+            backoff_base: the first delay of the retry curve, in seconds or as a `timedelta`.
+            codec: another codec than the store's.
+            payload_type: what claims decode payloads into; by default plain JSON values. A payload that does not fit is
+                moved to dead with the reason.
+
+        Raises:
+            InvalidName, ReservedName, ValueError: an argument is bad.
+        """
+        return Queue(self._queue_core(name, visibility_timeout, max_attempts, backoff_base, codec, payload_type), self._runner)
+
+    def outbox(self, name: str) -> Outbox:
+        """Return a handle on the outbox `name`, without I/O."""
+        return Outbox(self._outbox_core(name), self._runner, self._closed)
+
+    @asynccontextmanager
+    async def begin(self) -> AsyncIterator[AsyncSession]:
+        """Hand out a session in a READ COMMITTED transaction, for callers who have none.
+
+        Leaving the block commits, an exception rolls back; either gives the connection back to the pool. Objects stay
+        readable after the commit (`expire_on_commit=False`).
+        """
+        bind = self._runner.bind
+        if isinstance(bind, AsyncEngine):
+            bind = bind.execution_options(isolation_level="READ COMMITTED")
+        async with AsyncSession(bind, expire_on_commit=False, join_transaction_mode="create_savepoint") as session, session.begin():
+            yield session
+
+    async def check(self) -> None:
+        """See whether the database holds the engine's tables in a version that this package works on.
+
+        The first operation of a store does the same by itself, except those that join a session.
+
+        Raises:
+            SchemaMissing, SchemaMismatch: it does not; the message names the migration that mends it.
+        """
+        await self._runner.run(self._core.check)
+
+    async def stats(self) -> dict[str, QueueStats]:
+        """Count the jobs of every queue that has any, those behind outboxes included."""
+        return await self._runner.run(self._core.checked(read_stats(self._core)))
+
+    async def sweep_expired(self) -> int:
+        """Move the jobs of all queues that must not run any more to dead and return how many.
+
+        These are the jobs whose `expires_at` has passed and those without an attempt left, as far as no live lease holds
+        them. It goes in portions of 1000, each atomic, and skips rows that another transaction has locked, so any number
+        of processes may sweep at once (contract section 3).
+        """
+        return await sweep_all(self._runner, self._core, sweep(self._core))
+
+    async def sweep_dead(self, older_than: Duration) -> int:
+        """Delete the jobs of all queues that died longer ago than `older_than` and return how many."""
+        return await sweep_all(self._runner, self._core, sweep_dead(self._core, older_than))
+
+    async def close(self) -> None:
+        """End the loops that run on this store, such as `Outbox.run`; the engine stays open. May be called again."""
+        self._closed.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+
+class SyncStore(_StoreDoor):
+    """The engine on a plain SQLAlchemy engine: a `Store` whose operations block. `Store` says what each does.
+
+    It may be used by many threads at once, like the engine; on a `Connection` by one at a time.
+    """
+
+    def __init__(
+        self,
+        bind: Engine | Connection,
+        *,
+        schema: str = DEFAULT_SCHEMA,
+        codec: Codec | None = None,
+        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+    ) -> None:
+        if not isinstance(bind, (Engine, Connection)):
+            raise TypeError(f"SyncStore needs an Engine or Connection, not {type(bind).__name__}; for an AsyncEngine use Store")
+        super().__init__(schema, codec, max_payload_bytes)
+        self._runner = Runner(bind)
+
+    @overload
+    def queue(
+        self,
+        name: str,
+        *,
+        visibility_timeout: Duration = ...,
+        max_attempts: int = ...,
+        backoff_base: Duration = ...,
+        codec: Codec | None = ...,
+    ) -> SyncQueue[Any]: ...
+    @overload
+    def queue(
+        self,
+        name: str,
+        *,
+        visibility_timeout: Duration = ...,
+        max_attempts: int = ...,
+        backoff_base: Duration = ...,
+        codec: Codec | None = ...,
+        payload_type: type[T],
+    ) -> SyncQueue[T]: ...
+    def queue(
+        self,
+        name: str,
+        *,
+        visibility_timeout: Duration = 300,
+        max_attempts: int = 3,
+        backoff_base: Duration = 5,
+        codec: Codec | None = None,
+        payload_type: type[Any] = object,
+    ) -> SyncQueue[Any]:
+        """Return a handle on the queue `name`, without I/O: see `Store.queue`."""
+        return SyncQueue(self._queue_core(name, visibility_timeout, max_attempts, backoff_base, codec, payload_type), self._runner)
+
+    def outbox(self, name: str) -> SyncOutbox:
+        """Return a handle on the outbox `name`, without I/O."""
+        return SyncOutbox(self._outbox_core(name), self._runner)
+
+    @contextmanager
+    def begin(self) -> Iterator[Session]:
+        """Hand out a session in a READ COMMITTED transaction: see `Store.begin`."""
+        bind = self._runner.bind
+        if isinstance(bind, Engine):
+            bind = bind.execution_options(isolation_level="READ COMMITTED")
+        with Session(bind, expire_on_commit=False, join_transaction_mode="create_savepoint") as session, session.begin():
+            yield session
+
+    def check(self) -> None:
+        """See whether the database holds the engine's tables in a version that works: see `Store.check`."""
+        self._runner.run(self._core.check)
+
+    def stats(self) -> dict[str, QueueStats]:
+        """Count the jobs of every queue that has any, those behind outboxes included."""
+        return self._runner.run(self._core.checked(read_stats(self._core)))
+
+    def sweep_expired(self) -> int:
+        """Move the jobs of all queues that must not run any more to dead: see `Store.sweep_expired`."""
+        return sweep_all_sync(self._runner, self._core, sweep(self._core))
+
+    def sweep_dead(self, older_than: Duration) -> int:
+        """Delete the jobs of all queues that died longer ago than `older_than` and return how many."""
+        return sweep_all_sync(self._runner, self._core, sweep_dead(self._core, older_than))
+
+    def close(self) -> None:
+        """Leave the engine open and do no more: a `SyncStore` runs no loops. May be called again."""
+        self._closed.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
