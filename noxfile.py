@@ -16,7 +16,9 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 
 def install(session: nox.Session, *groups: str, project: str = ".[psycopg,embedded]") -> None:
     """Install the project and dependency groups in the versions that constraints.txt pins."""
-    session.install(*PINNED, project, *(requirement for group in groups for requirement in dependency_groups(PROJECT, group)))
+    session.install(
+        *PINNED, project, *(requirement for group in groups for requirement in dependency_groups(PROJECT, group))
+    )
 
 
 @nox.session
@@ -76,6 +78,9 @@ def compat(session: nox.Session, sqlalchemy: str) -> None:
     """Run the tests on another Python, with the oldest Alembic that works and a given SQLAlchemy."""
     # Not pinned as a whole: constraints.txt holds one version of each package, for the sessions above.
     session.install(
-        ".[psycopg,embedded]", f"sqlalchemy[asyncio]~={sqlalchemy}.0", "alembic==1.18.0", *dependency_groups(PROJECT, "tests")
+        ".[psycopg,embedded]",
+        f"sqlalchemy[asyncio]~={sqlalchemy}.0",
+        "alembic==1.18.0",
+        *dependency_groups(PROJECT, "tests"),
     )
     session.run("pytest", *(session.posargs or ["tests/unit", "tests/pg", "tests/migrations"]))

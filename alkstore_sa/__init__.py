@@ -1,8 +1,8 @@
-"""Durable background work for SQLAlchemy on PostgreSQL: queues and a transactional outbox in the application's database.
+"""Durable background work for SQLAlchemy on PostgreSQL: queues and an outbox in the application's own database.
 
-    outbox = store.outbox("orders")
-    session.add(order)
-    outbox.enqueue_tx(session, {"order": order.number})  # commits with the order, or never existed
+outbox = store.outbox("orders")
+session.add(order)
+outbox.enqueue_tx(session, {"order": order.number})  # commits with the order, or never existed
 """
 
 from __future__ import annotations

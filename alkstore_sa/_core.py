@@ -74,7 +74,7 @@ class StoreCore:
         if not found.present:
             raise SchemaMissing(
                 f"schema {self.schema!r} of this database has no tables of the engine: run the migration that calls"
-                f" op.alkstore_upgrade(to={SCHEMA_VERSION}, from_=0, schema={self.schema!r}), as in `alembic upgrade head`"
+                f" op.alkstore_upgrade(to={SCHEMA_VERSION}, from_=0, schema={self.schema!r}), by `alembic upgrade head`"
             )
         if found.default_schema == self.schema:
             raise ReservedName(
@@ -84,11 +84,12 @@ class StoreCore:
         version: int = connection.scalars(self.statements.version).one()
         if version < OLDEST_USABLE:
             raise SchemaMismatch(
-                f"the engine's tables in schema {self.schema!r} have version {version}, this package needs at least {OLDEST_USABLE}: run a migration"
-                f" that calls op.alkstore_upgrade(to={SCHEMA_VERSION}, from_={version}, schema={self.schema!r})"
+                f"the engine's tables in schema {self.schema!r} have version {version}, this package needs at least"
+                f" {OLDEST_USABLE}: run a migration that calls"
+                f" op.alkstore_upgrade(to={SCHEMA_VERSION}, from_={version}, schema={self.schema!r})"
             )
         if version > SCHEMA_VERSION:
             raise SchemaMismatch(
-                f"the engine's tables in schema {self.schema!r} have version {version}, this package knows versions up to {SCHEMA_VERSION}:"
-                " upgrade alkstore_sa, or downgrade the tables with the newer package"
+                f"the engine's tables in schema {self.schema!r} have version {version}, this package knows versions up"
+                f" to {SCHEMA_VERSION}: upgrade alkstore_sa, or downgrade the tables with the newer package"
             )

@@ -6,7 +6,7 @@ there is a connection; what it returns is run by a runner, or inside a session.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import time
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -60,10 +60,11 @@ class Held(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A claimed job's row, and its payload decoded."""
+    """A claimed job's row, and its payload and headers decoded."""
 
     row: Any
     payload: Any
+    headers: dict[str, Any]
 
 
 class Renewal(NamedTuple):
@@ -132,7 +133,9 @@ class Insertion:
 class QueueCore:
     """One queue of one store: its name, its defaults, and the operations on its jobs."""
 
-    def __init__(self, store: StoreCore, name: str, defaults: JobDefaults, codec: Codec | None, payload_type: type[Any]) -> None:
+    def __init__(
+        self, store: StoreCore, name: str, defaults: JobDefaults, codec: Codec | None, payload_type: type[Any]
+    ) -> None:
         self.store = store
         self.name = name
         self.codec: Codec = codec or store.codec
@@ -160,7 +163,8 @@ class QueueCore:
     def _stamp(self, options: EnqueueOptions) -> _Stamp:
         unknown = options.keys() - EnqueueOptions.__annotations__.keys()
         if unknown:
-            raise TypeError(f"enqueue has no option {', '.join(sorted(unknown))}; it has {', '.join(sorted(EnqueueOptions.__annotations__))}")
+            known = ", ".join(sorted(EnqueueOptions.__annotations__))
+            raise TypeError(f"enqueue has no option {', '.join(sorted(unknown))}; it has {known}")
         delay, run_at = options.get("delay"), options.get("run_at")
         if delay is not None and run_at is not None:
             raise ValueError("delay and run_at are two ways to say when the job runs: give one of them")
@@ -185,7 +189,9 @@ class QueueCore:
             expires_at=expires_at,
             expires=expires,
             max_attempts=check_attempts(options.get("max_attempts", self._defaults.max_attempts)),
-            visibility_timeout=check_duration(options.get("visibility_timeout", self._defaults.visibility_timeout), "visibility_timeout"),
+            visibility_timeout=check_duration(
+                options.get("visibility_timeout", self._defaults.visibility_timeout), "visibility_timeout"
+            ),
             backoff_base=check_duration(options.get("backoff_base", self._defaults.backoff_base), "backoff_base"),
         )
 
@@ -195,22 +201,21 @@ class QueueCore:
     def _encode_headers(self, headers: Mapping[str, Any] | None) -> str:
         if not headers:
             return "{}"
-        if not all(isinstance(key, str) for key in headers):
+        if not all(isinstance(key, str) for key in headers):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PayloadError("headers need str keys")
         return encode_document(self.store.header_codec, dict(headers), self.store.max_payload_bytes, "headers")
 
     def _new_row(self, stamp: _Stamp, document: str) -> JobTable:
         """Return the row as a model. Its payload is the plain JSON value that a worker will see."""
-        job = self.store.models.Job(
-            queue=stamp.queue,
-            payload=self.store.header_codec.decode(document, object),
-            headers=json.loads(stamp.headers),
-            priority=stamp.priority,
-            max_attempts=stamp.max_attempts,
-            visibility_timeout=stamp.visibility_timeout,
-            backoff_base=stamp.backoff_base,
-        )
-        # An expression, so that the server's clock at the flush counts, not the start of the transaction or this process's clock.
+        job = self.store.models.Job()
+        job.queue = stamp.queue
+        job.payload = self.store.header_codec.decode(document, object)
+        job.headers = self.store.header_codec.decode(stamp.headers, dict[str, Any])
+        job.priority = stamp.priority
+        job.max_attempts = stamp.max_attempts
+        job.visibility_timeout = stamp.visibility_timeout
+        job.backoff_base = stamp.backoff_base
+        # Expressions: what counts is the server's clock at the flush, not the transaction's start or our own clock.
         if stamp.run_at or stamp.delay:
             job.run_at = stamp.run_at or func.statement_timestamp() + stamp.delay
         if stamp.expires_at or stamp.expires:
@@ -238,10 +243,13 @@ class QueueCore:
                 undecodable = False
                 for row in rows:
                     try:
-                        claims.append(Claim(row, self.codec.decode(row.payload, self.payload_type)))
+                        payload = self.codec.decode(row.payload, self.payload_type)
+                        headers = self.store.header_codec.decode(row.headers, dict[str, Any])
                     except PayloadError as error:
                         undecodable = True
                         self.fail(Held(row.id, row.lease), error, "undecodable")(connection)
+                    else:
+                        claims.append(Claim(row, payload, headers))
             return sorted(claims, key=lambda claim: (-claim.row.priority, claim.row.run_at, claim.row.id))
 
         return operation
@@ -262,7 +270,8 @@ class QueueCore:
                 self._statements.claim_from_head, {"queue": self.name, "worker_id": worker_id, "n": wanted}
             ).all()
         except DBAPIError:
-            # In AUTOCOMMIT what came first is claimed: hand it out rather than leave it to its leases. The next claim raises.
+            # In AUTOCOMMIT what came first is claimed: hand it out rather than leave it to its leases. If the trouble
+            # lasts, the next claim raises.
             if rows and connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
                 return rows
             raise
@@ -270,7 +279,7 @@ class QueueCore:
         return [*rows, *found]
 
     def next_due(self) -> Callable[[Connection], timedelta | None]:
-        """Return the operation that tells how long until the soonest job that is not due yet; None when there is none."""
+        """Return the operation that tells how long until the soonest job that is not due yet."""
         return lambda connection: connection.scalar(self._statements.next_due, {"queue": self.name})
 
     # -- the end of a claim --------------------------------------------------------------------------------------------
@@ -288,12 +297,17 @@ class QueueCore:
             raise error
 
     def release(self, held: Sequence[Held]) -> Callable[[Connection], set[int]]:
-        """Return the operation that gives jobs back unstarted and returns the ids of those whose lease still counted."""
+        """Return the operation that gives jobs back unstarted and returns the ids whose lease still counted."""
         self.store.marks(self.name).forget()
         return self._for_each_held(self._statements.release, held)
 
     def retry(
-        self, held: Held, error: BaseException | str | None, delay: Duration | None, backoff_base: timedelta, attempts: int
+        self,
+        held: Held,
+        error: BaseException | str | None,
+        delay: Duration | None,
+        backoff_base: timedelta,
+        attempts: int,
     ) -> Callable[[Connection], Literal["pending", "dead"]]:
         """Return the operation that puts the job back, or to dead at its last attempt, and tells which."""
         wait = backoff_delay(backoff_base, attempts) if delay is None else check_duration(delay, "delay", zero=True)
@@ -309,7 +323,9 @@ class QueueCore:
 
         return operation
 
-    def fail(self, held: Held, error: BaseException | str | None, reason: str = "failed") -> Callable[[Connection], None]:
+    def fail(
+        self, held: Held, error: BaseException | str | None, reason: str = "failed"
+    ) -> Callable[[Connection], None]:
         """Return the operation that moves the job to dead now."""
         parameters = {**held._asdict(), "error": error_text(error), "reason": reason}
 
@@ -320,7 +336,7 @@ class QueueCore:
         return operation
 
     def heartbeat(self, held: Sequence[Held], extend: Duration | None) -> Callable[[Connection], Renewal]:
-        """Return the operation that renews leases from now; one that an open transaction holds is neither renewed nor lost."""
+        """Return the operation that renews leases from now; one that an open transaction holds is left as it is."""
         parameters = _arrays(held) | {"extend": None if extend is None else check_duration(extend, "extend")}
 
         def operation(connection: Connection) -> Renewal:
@@ -348,15 +364,22 @@ class QueueCore:
         def operation(connection: Connection) -> JobSnapshot | None:
             if not is_bigint(job_id):
                 return None
-            row = connection.execute(self._statements.get_job, {"id": job_id, "queue": self.name}).one_or_none()
+            found = connection.execute(self._statements.get_job, {"id": job_id, "queue": self.name})
+            row = found.mappings().one_or_none()
             if row is None:
                 return None
-            values = dict(row._mapping)
-            values["payload"] = self.codec.decode(row.payload, self.payload_type)
-            values["headers"] = json.loads(row.headers)
-            return JobSnapshot(**values)
+            payload = self._show(row["payload"], self.codec, self.payload_type)
+            headers = self._show(row["headers"], self.store.header_codec, object)
+            return JobSnapshot(**{**row, "payload": payload, "headers": headers})
 
         return operation
+
+    def _show(self, document: str, codec: Codec, into: type[Any]) -> Any:
+        """Return a document as its reader decodes it; else as plain JSON; else, to be looked at, as the text it is."""
+        for reader, target in ((codec, into), (self.store.header_codec, object)):
+            with contextlib.suppress(PayloadError):
+                return reader.decode(document, target)
+        return document
 
     def get_job_in(self, session: Session, job_id: int) -> JobSnapshot | None:
         """Read one job of this queue as the session's transaction sees it."""
@@ -375,8 +398,8 @@ class QueueCore:
 def lease_lost(operation: str, job_id: int) -> LeaseLost:
     """Return the error for an operation on a claim that is over."""
     return LeaseLost(
-        f"{operation} of job {job_id}: this claim of it is over (another claim, retry, release or the sweep came first, or its lease"
-        " lapsed), so nothing was changed; stop working on it"
+        f"{operation} of job {job_id}: this claim of it is over (another claim, retry, release or the sweep came first,"
+        " or its lease lapsed), so nothing was changed; stop working on it"
     )
 
 
@@ -386,7 +409,9 @@ def read_stats(store: StoreCore, queue: str | None = None) -> Callable[[Connecti
 
     def operation(connection: Connection) -> dict[str, QueueStats]:
         return {
-            row.queue: QueueStats(int(row.pending), int(row.processing), int(row.dead), int(row.due), int(row.future), row.oldest_due)
+            row.queue: QueueStats(
+                int(row.pending), int(row.processing), int(row.dead), int(row.due), int(row.future), row.oldest_due
+            )
             for row in connection.execute(statement, {} if queue is None else {"queue": queue})
         }
 
@@ -399,7 +424,10 @@ def sweep(store: StoreCore, queue: str | None = None) -> list[Callable[[Connecti
     if queue is None:
         return [_portion(statements.sweep_expired, {}), _portion(statements.sweep_spent, {})]
     parameters = {"queue": queue}
-    return [_portion(statements.sweep_expired_of_queue, parameters), _portion(statements.sweep_spent_of_queue, parameters)]
+    return [
+        _portion(statements.sweep_expired_of_queue, parameters),
+        _portion(statements.sweep_spent_of_queue, parameters),
+    ]
 
 
 def sweep_dead(store: StoreCore, older_than: Duration, queue: str | None = None) -> list[Callable[[Connection], int]]:

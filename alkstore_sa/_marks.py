@@ -1,9 +1,9 @@
 """Where a process's claims of one queue have got to.
 
-While any session of the database holds an old snapshot, finished jobs cannot be cleaned away, and a claim that starts at
-the head of its index walks over all of them. So a busy consumer starts where its last claim ended, in each priority. The
-marks are a hint of this process alone: what is behind them (late commits, lapsed leases, priorities it has not met) is
-found by a claim from the head, which comes whenever a claim comes short, and otherwise at least every
+While any session of the database holds an old snapshot, finished jobs cannot be cleaned away, and a claim that starts
+at the head of its index walks over all of them. So a busy consumer starts where its last claim ended, in each priority.
+The marks are a hint of this process alone: what is behind them (late commits, lapsed leases, priorities it has not met)
+is found by a claim from the head, which comes whenever a claim comes short, and otherwise at least every
 `max(1 s, 20 times the cost of the last one)`; that is the bound of how long a job may be overtaken.
 """
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import datetime
 
 __all__ = ["Marks"]
 
@@ -29,7 +29,7 @@ COST_FACTOR: Final = 20.0
 class Marks:
     """The places in one queue, a priority each. Threads may share it: each change replaces a value as a whole."""
 
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, Place] = field(default_factory=dict[int, Place])
     next_walk: float = 0.0
 
     def usable(self) -> bool:
@@ -78,5 +78,3 @@ class Marks:
     def forget(self) -> None:
         """Have the next claim start at the head."""
         self.places = {}
-
-

@@ -6,7 +6,7 @@ Every entry point asks here before it talks to the database, so bad input stores
 from __future__ import annotations
 
 import random
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Final, TypeAlias
 
 from alkstore_sa.errors import InvalidName, ReservedName
@@ -38,6 +38,8 @@ MAX_NAME_LENGTH: Final = 200
 MAX_SCHEMA_NAME_BYTES: Final = 63
 MAX_DURATION: Final = timedelta(days=3650)
 MAX_BACKOFF: Final = timedelta(hours=1)
+EARLIEST: Final = datetime(1, 1, 3, tzinfo=timezone.utc)
+LATEST: Final = datetime(9999, 12, 29, tzinfo=timezone.utc)
 MAX_ERROR_LENGTH: Final = 16_384
 SMALLINT: Final = range(-(2**15), 2**15)
 INTEGER: Final = range(-(2**31), 2**31)
@@ -54,11 +56,17 @@ def check_name(name: object, what: str) -> str:
     if not isinstance(name, str):
         raise InvalidName(f"{what} name {name!r}: a name is a str, not {type(name).__name__}")
     if not name or len(name) > MAX_NAME_LENGTH:
-        raise InvalidName(f"{what} name {name[:40]!r}: a name has 1 to {MAX_NAME_LENGTH} characters, this one has {len(name)}")
+        raise InvalidName(
+            f"{what} name {name[:40]!r}: a name has 1 to {MAX_NAME_LENGTH} characters, this one has {len(name)}"
+        )
     if "\0" in name or not is_encodable(name):
-        raise InvalidName(f"{what} name {name!r}: a name holds no NUL and no lone surrogate, PostgreSQL cannot store them")
+        raise InvalidName(
+            f"{what} name {name!r}: a name holds no NUL and no lone surrogate, PostgreSQL cannot store them"
+        )
     if name.startswith(ENGINE_PREFIX):
-        raise ReservedName(f"{what} name {name!r}: names that begin with {ENGINE_PREFIX!r} are the engine's own; choose another")
+        raise ReservedName(
+            f"{what} name {name!r}: names that begin with {ENGINE_PREFIX!r} are the engine's own; choose another"
+        )
     return name
 
 
@@ -70,8 +78,10 @@ def check_schema_name(name: str) -> str:
     """
     if not name or "\0" in name or not is_encodable(name) or len(name.encode()) > MAX_SCHEMA_NAME_BYTES:
         raise InvalidName(f"schema {name!r}: a schema name has 1 to {MAX_SCHEMA_NAME_BYTES} bytes and no NUL")
-    if name == "public" or name == "information_schema" or name.startswith("pg_"):
-        raise ReservedName(f"schema {name!r}: the engine needs a schema of its own; choose another name, such as 'alkstore'")
+    if name in {"public", "information_schema"} or name.startswith("pg_"):
+        raise ReservedName(
+            f"schema {name!r}: the engine needs a schema of its own; choose another name, such as 'alkstore'"
+        )
     return name
 
 
@@ -95,16 +105,22 @@ def check_duration(value: object, what: str, *, zero: bool = False) -> timedelta
     if span is None or span > MAX_DURATION:
         raise ValueError(f"{what}={value!r}: a duration is at most {MAX_DURATION.days} days")
     if span < timedelta(0) or (not zero and span == timedelta(0)):
-        raise ValueError(f"{what}={value!r}: a duration must be {'zero or more' if zero else 'more than zero'}, to the microsecond")
+        raise ValueError(
+            f"{what}={value!r}: a duration must be {'zero or more' if zero else 'more than zero'}, to the microsecond"
+        )
     return span
 
 
 def check_time(value: object, what: str) -> datetime:
-    """Return `value` if it is an aware `datetime`, else raise `ValueError`."""
+    """Return `value` if it is an aware `datetime`, not within days of the type's two ends, else raise `ValueError`."""
     if not isinstance(value, datetime):
         raise ValueError(f"{what}={value!r}: a point in time is a datetime")
     if value.utcoffset() is None:
-        raise ValueError(f"{what}={value!r}: a datetime needs a time zone; add tzinfo=timezone.utc if it is meant as UTC")
+        raise ValueError(
+            f"{what}={value!r}: a datetime needs a time zone; add tzinfo=timezone.utc if it is meant as UTC"
+        )
+    if not EARLIEST <= value <= LATEST:
+        raise ValueError(f"{what}={value!r}: a point in time lies between {EARLIEST} and {LATEST}")
     return value
 
 
@@ -159,7 +175,7 @@ def is_encodable(text: str) -> bool:
 
 
 def storable_text(text: str) -> str:
-    """Return `text` in a form that a `text` column takes: NUL and lone surrogates written as escapes, bounded in length."""
+    """Return `text` as a `text` column takes it: NUL and lone surrogates written as escapes, bounded in length."""
     if len(text) > MAX_ERROR_LENGTH:
         text = text[:MAX_ERROR_LENGTH] + f" [cut: {len(text)} characters in all]"
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")

@@ -1,7 +1,7 @@
-"""Where the engine's own operations run: a short transaction on the engine's pool, or the connection the store was made on.
+"""Where the engine's own operations run: in short transactions on the engine's pool, or on a connection it was given.
 
-An operation is a function of a sync `Connection`. The sync door calls it; the async door has SQLAlchemy's bridge call it.
-A single statement needs no transaction around it and is sent in AUTOCOMMIT, which spares two round trips.
+An operation is a function of a sync `Connection`. The sync door calls it; the async door has SQLAlchemy's bridge call
+it. A single statement needs no transaction around it and is sent in AUTOCOMMIT, which spares two round trips.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["AsyncRunner", "Runner", "is_transient"]
 T = TypeVar("T")
 
 SERIALIZATION_FAILURE: Final = "40001"
-# Classes of SQLSTATE that pass by themselves: connection, rollback (deadlock, serialization), resources, lock, shutdown.
+# Classes of SQLSTATE that pass by themselves: connection, deadlock or serialization, resources, lock, shutdown.
 TRANSIENT_CLASSES: Final = ("08", "40", "53", "55", "57")
 
 

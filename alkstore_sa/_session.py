@@ -1,9 +1,11 @@
-"""The seam between the engine and a caller's session: joining its transaction, and refusing the ones that cannot be joined.
+"""The seam between the engine and a caller's session: joining its transaction, and refusing what cannot be joined.
 
 What joins a session belongs to that session's transaction alone. So this module finds the connection that the session
-writes through, and watches each session that has carried the engine's rows (with listeners on that session, never on
-the `Session` class) for three things: AUTOCOMMIT, where nothing could be rolled back; writes that go to a second
-connection, where one could commit without the other; and a commit after `LeaseLost`.
+writes through, and refuses three things: AUTOCOMMIT, where nothing could be rolled back; writes that go to a second
+connection, where one could commit without the other; and a commit after `LeaseLost`. It looks at the flush, through
+an event of the engine's own `Job` class, and at the commit, through listeners on that one session, never on the
+`Session` class. These are registered at the flush: a caller's own listener may be what adds the job, and a session's
+listeners must not be added to while they are being called.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, c
 from sqlalchemy import delete, event, inspect, text
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
-from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.orm import Session, object_mapper, object_session, scoped_session
 
 from alkstore_sa.errors import BindError, LeaseLost, UnsupportedDialect
 from alkstore_sa.models import JobTable
@@ -27,7 +29,15 @@ if TYPE_CHECKING:
     from alkstore_sa._types import AnySession, AnySyncSession, AsyncAnySession
     from alkstore_sa.models import Models
 
-__all__ = ["add_rows", "doom", "in_session", "read_connection", "refuse_autocommit", "require_postgresql", "write_connection"]
+__all__ = [
+    "add_rows",
+    "doom",
+    "in_session",
+    "read_connection",
+    "refuse_autocommit",
+    "require_postgresql",
+    "write_connection",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,20 +50,26 @@ DIVISION_BY_ZERO: Final = "22012"
 class _Watch:
     """What is known of one session's current transaction."""
 
-    __slots__ = ("connection", "doomed", "lost")
+    __slots__ = ("carrier", "checked", "doomed", "lost")
 
     def __init__(self) -> None:
-        self.connection: Connection | None = None
+        self.carrier: Connection | None = None
         """The connection that carries the engine's rows."""
+        self.checked: set[int] = set()
+        """The identities of the jobs whose flush has been looked at."""
         self.doomed: SessionTransaction | None = None
         """The transaction or savepoint in which a lease turned out to be lost."""
         self.lost = ""
 
 
 @overload
-def in_session(session: AnySyncSession, operation: Callable[Concatenate[Session, P], T], *args: P.args, **kwargs: P.kwargs) -> T: ...
+def in_session(
+    session: AnySyncSession, operation: Callable[Concatenate[Session, P], T], *args: P.args, **kwargs: P.kwargs
+) -> T: ...
 @overload
-def in_session(session: AsyncAnySession, operation: Callable[Concatenate[Session, P], T], *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]: ...
+def in_session(
+    session: AsyncAnySession, operation: Callable[Concatenate[Session, P], T], *args: P.args, **kwargs: P.kwargs
+) -> Awaitable[T]: ...
 @overload
 def in_session(
     session: AnySession, operation: Callable[Concatenate[Session, P], T], *args: P.args, **kwargs: P.kwargs
@@ -61,7 +77,7 @@ def in_session(
 def in_session(
     session: AnySession, operation: Callable[Concatenate[Session, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> T | Awaitable[T]:
-    """Run `operation` on the sync session behind `session`: at once for a sync one, as an awaitable for an async one."""
+    """Run `operation` on the sync session behind `session`: at once, or as an awaitable where that is an async one."""
     actual = _unwrap(session)
     if isinstance(actual, AsyncSession):
         return actual.run_sync(operation, *args, **kwargs)
@@ -80,9 +96,8 @@ def add_rows(session: AnySession, models: Models, rows: Iterable[JobTable]) -> N
     sync_session = actual.sync_session if isinstance(actual, AsyncSession) else actual
     bind = _bind_of(sync_session, models)
     require_postgresql(bind.dialect.name)
-    if bind.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
+    if _is_autocommit(sync_session, bind):
         raise BindError(AUTOCOMMIT)
-    _watch(sync_session)
     sync_session.add_all(rows)
 
 
@@ -126,14 +141,14 @@ def require_postgresql(dialect: str) -> None:
     """Raise `UnsupportedDialect` for another dialect than PostgreSQL."""
     if dialect != "postgresql":
         raise UnsupportedDialect(
-            f"the engine needs PostgreSQL, this bind is {dialect}: use an engine for postgresql+asyncpg or postgresql+psycopg,"
-            " in a session with several binds one for the engine's models"
+            f"the engine needs PostgreSQL, this bind is {dialect}: use an engine for postgresql+asyncpg or"
+            " postgresql+psycopg, in a session with several binds one for the engine's models"
         )
 
 
 AUTOCOMMIT: Final = (
-    "the session is in AUTOCOMMIT: a job added in it would be committed even if the rest is not; give the session an engine"
-    " or connection with a transactional isolation level, or use the operation without _tx"
+    "the session is in AUTOCOMMIT: a job added in it would be committed even if the rest is not; give the session an"
+    " engine or connection with a transactional isolation level, or use the operation without _tx"
 )
 
 
@@ -148,12 +163,13 @@ def _unwrap(session: AnySession) -> Session | AsyncSession:
     if isinstance(actual, (Session, AsyncSession)):
         return actual
     raise TypeError(
-        f"{session!r} is no session: pass a Session, AsyncSession, scoped_session or async_scoped_session (an instance, not its maker)"
+        f"{session!r} is no session: pass a Session, AsyncSession, scoped_session or async_scoped_session"
+        " (an instance, not its maker)"
     )
 
 
 def _bind_arguments(models: Models) -> dict[str, Any]:
-    """Return what makes any `get_bind` answer with the bind for writes: replica routing looks at the kind of statement."""
+    """Return what makes `get_bind` answer with the bind for writes: replica routing looks at the kind of statement."""
     return {"mapper": inspect(models.Job), "clause": delete(models.Job)}
 
 
@@ -165,8 +181,8 @@ def _bind_of(session: Session, models: Models) -> Engine | Connection:
         candidates = {id(bind): bind for bind in _binds(session) if bind.dialect.name == "postgresql"}
         if len(candidates) != 1:
             raise BindError(
-                f"the session has binds, but none for the engine's models, and {len(candidates)} PostgreSQL binds to choose from:"
-                " name one, as in Session(binds={YourBase: engine, alkstore_sa.models.Base: engine})"
+                f"the session has binds, but none for the engine's models, and {len(candidates)} PostgreSQL binds to"
+                " choose from: name one, as in Session(binds={YourBase: engine, alkstore_sa.models.Base: engine})"
             ) from error
         (bind,) = candidates.values()
         for cls in vars(models).values():
@@ -193,12 +209,17 @@ def _connections(session: Session) -> set[Connection]:
     return {entry[0] for entry in transaction._connections.values()}  # noqa: SLF001  (public from SQLAlchemy 2.1.7 on)
 
 
+def _is_autocommit(session: Session, bind: Engine | Connection) -> bool:
+    """Tell whether the session is known to be in AUTOCOMMIT before there is a connection; the flush looks again."""
+    options: dict[str, Any] = {**bind.get_execution_options(), **(getattr(session, "execution_options", None) or {})}
+    default = getattr(bind.dialect, "_on_connect_isolation_level", None)
+    return options.get("isolation_level", default) == "AUTOCOMMIT"
+
+
 def _watch(session: Session) -> _Watch:
     watch: _Watch | None = session.info.get(WATCH)
     if watch is None:
         watch = session.info[WATCH] = _Watch()
-        event.listen(session, "before_flush", _before_flush)
-        event.listen(session, "after_flush", _after_flush)
         event.listen(session, "before_commit", _before_commit)
         event.listen(session, "after_transaction_end", _after_transaction_end)
     return watch
@@ -209,35 +230,52 @@ def _carry(session: Session, connection: Connection) -> None:
     require_postgresql(connection.dialect.name)
     refuse_autocommit(connection)
     watch = _watch(session)
-    if watch.connection is None:
-        watch.connection = connection
+    if watch.carrier is None:
+        watch.carrier = connection
 
 
-def _refuse_split(session: Session) -> None:
+def _refuse_split(session: Session, carrier: Connection | None) -> None:
     """Raise `BindError` if this transaction has written through another connection than the one with the engine's rows.
 
     The server is asked, so it does not matter how the write was made, and a replica that was only read from is fine. A
     transaction in two phases may spread: it commits as one.
     """
-    carrier = session.info[WATCH].connection
     if carrier is None or session.twophase:
         return
     for other in _connections(session) - {carrier}:
         if other.dialect.name != "postgresql" or other.scalar(HAS_WRITTEN):
-            raise BindError(
-                f"this transaction writes to {other.engine.url!r} and carries jobs on {carrier.engine.url!r}, through two connections:"
-                " one could commit without the other. Bind both to the same engine, or use Session(twophase=True)."
-                " A database other than PostgreSQL belongs in a session of its own, also for reading"
-            )
+            raise _split(other.engine, carrier.engine)
 
 
-def _before_flush(session: Session, _context: object, _instances: object) -> None:
-    for cls in {type(row) for row in session.new if isinstance(row, JobTable)}:
-        _carry(session, session.connection(bind_arguments={"mapper": inspect(cls)}))
+def _refuse_split_flush(session: Session, carrier: Connection) -> None:
+    """Raise `BindError` if the flush under way is going to write through another connection than `carrier`."""
+    if session.twophase:
+        return
+    changed = [row for row in session.dirty if session.is_modified(row)]
+    for mapper in {object_mapper(row) for row in (*session.new, *changed, *session.deleted)}:
+        other = session.get_bind(mapper=mapper).engine
+        if other is not carrier.engine:
+            raise _split(other, carrier.engine)
 
 
-def _after_flush(session: Session, _context: object) -> None:
-    _refuse_split(session)
+def _split(other: Engine, carrier: Engine) -> BindError:
+    return BindError(
+        f"this transaction writes to {other.url!r} and carries jobs on {carrier.url!r}, through two connections: one"
+        " could commit without the other. Bind both to the same engine, or use Session(twophase=True). A database other"
+        " than PostgreSQL needs a session of its own, even to read"
+    )
+
+
+def _before_insert(_mapper: object, connection: Connection, job: JobTable) -> None:
+    """Look at a flush, once, when it comes to the first of its jobs."""
+    session = object_session(job)
+    assert session is not None  # noqa: S101  (it is being flushed)
+    watch = _watch(session)
+    if id(job) not in watch.checked:
+        _carry(session, connection)
+        watch.checked = {id(row) for row in session.new if isinstance(row, JobTable)}
+        _refuse_split_flush(session, connection)
+        _refuse_split(session, watch.carrier)
 
 
 def _before_commit(session: Session) -> None:
@@ -246,7 +284,7 @@ def _before_commit(session: Session) -> None:
         raise LeaseLost(watch.lost)
     if not session.in_nested_transaction():
         session.flush()
-        _refuse_split(session)
+        _refuse_split(session, watch.carrier)
 
 
 def _after_transaction_end(session: Session, transaction: SessionTransaction) -> None:
@@ -254,4 +292,8 @@ def _after_transaction_end(session: Session, transaction: SessionTransaction) ->
     if watch.doomed is transaction:
         watch.doomed = None
     if transaction.parent is None:
-        watch.connection = None
+        watch.carrier = None
+        watch.checked.clear()
+
+
+event.listen(JobTable, "before_insert", _before_insert, propagate=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import queue
 import threading
 from typing import TYPE_CHECKING
 
@@ -47,11 +49,16 @@ class StopToken:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(stopped.set)
 
-        with self.notifying(wake):
-            try:
-                await asyncio.wait_for(stopped.wait(), timeout)
-            except asyncio.TimeoutError:
-                pass
+        with self.notifying(wake), contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stopped.wait(), timeout)
+        return self._cancelled
+
+    def wait_sync(self, timeout: float | None = None) -> bool:
+        """Do what `wait` does in a thread without an event loop, blocking it."""
+        # A SimpleQueue, since its put may interrupt its get in the same thread, as a signal handler does.
+        stopped: queue.SimpleQueue[None] = queue.SimpleQueue()
+        with self.notifying(lambda: stopped.put(None)), contextlib.suppress(queue.Empty):
+            stopped.get(timeout=timeout)
         return self._cancelled
 
     def notifying(self, callback: Callable[[], None]) -> _Registration:

@@ -73,6 +73,7 @@ class JobSnapshot:
     queue: str
     state: JobState
     payload: Any
+    """As the queue decodes it; where that fails, as plain JSON, or as the JSON text."""
     headers: dict[str, Any]
     priority: int
     run_at: datetime

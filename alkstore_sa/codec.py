@@ -85,15 +85,19 @@ def encode_document(codec: Codec, payload: Any, max_bytes: int, what: str = "pay
     """
     document = codec.encode(payload)
     if "\\u0000" in document and ESCAPED_NUL.search(document):
-        raise PayloadError(f"{what} {_excerpt(payload)} holds a NUL character, which PostgreSQL's jsonb cannot store; remove it")
+        raise PayloadError(
+            f"{what} {_excerpt(payload)} holds a NUL character, which PostgreSQL's jsonb cannot store; remove it"
+        )
     try:
         size = len(document) if document.isascii() else len(document.encode())
     except UnicodeEncodeError as error:
-        raise PayloadError(f"{what} {_excerpt(payload)} holds a lone surrogate, which is no valid text: {error}") from error
+        raise PayloadError(
+            f"{what} {_excerpt(payload)} holds a lone surrogate, which is no valid text: {error}"
+        ) from error
     if size > max_bytes:
         raise PayloadTooLarge(
-            f"{what} has {size} bytes of JSON, the limit is {max_bytes}: store the data in a table of your own and enqueue its key,"
-            " or raise max_payload_bytes of the store"
+            f"{what} has {size} bytes of JSON, the limit is {max_bytes}: store the data in a table of your own and"
+            " enqueue its key, or raise max_payload_bytes of the store"
         )
     return document
 

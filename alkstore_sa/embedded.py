@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from urllib.parse import parse_qs, parse_qsl, quote, unquote, urlencode, urlsplit
 
 from alkstore_sa import _embedded_binaries, _embedded_cluster, _embedded_container
 from alkstore_sa._embedded_binaries import Binaries
@@ -77,7 +77,12 @@ class PostgresServer:
     def url(self, driver: str, database: str = "postgres") -> str:
         """Return the URL of one database for SQLAlchemy, such as ``postgresql+asyncpg://...``."""
         parts = urlsplit(self._dsn)
-        query = f"?{parts.query}" if parts.query else ""
+        options = parse_qsl(parts.query, keep_blank_values=True)
+        if (
+            driver == "asyncpg"
+        ):  # SQLAlchemy hands the options to asyncpg as arguments, and there libpq's sslmode is ssl
+            options = [("ssl" if name == "sslmode" else name, value) for name, value in options]
+        query = f"?{urlencode(options)}" if options else ""
         return f"postgresql+{driver}://{parts.netloc}/{quote(database, safe='')}{query}"
 
     def stop(self) -> None:

@@ -72,8 +72,11 @@ class Lagged(AlkstoreError):
     """
 
     def __init__(self, missed: int) -> None:
-        super().__init__(f"{missed} notifications were dropped because this subscriber read too slowly")
+        super().__init__(missed)
         self.missed = missed
+
+    def __str__(self) -> str:
+        return f"{self.missed} notifications were dropped because this subscriber read too slowly"
 
 
 class BindError(AlkstoreError):

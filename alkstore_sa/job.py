@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from alkstore_sa._jobs import Held, lease_lost
@@ -39,7 +38,7 @@ class ClaimedJob(Generic[T]):
         """Stable for the life of the job: what a receiver recognises a repeated delivery by."""
         self.queue: str = row.queue
         self.payload: T = claim.payload
-        self.headers: dict[str, Any] = json.loads(row.headers)
+        self.headers: dict[str, Any] = claim.headers
         self.priority: int = row.priority
         self.attempts: int = row.attempts
         """How often the job has been claimed, this claim included."""
@@ -69,8 +68,8 @@ class ClaimedJob(Generic[T]):
         the innermost savepoint) back brings the job back under its lease (contract section 3).
 
         Raises:
-            LeaseLost: this claim is over. The transaction, or the innermost savepoint, is then good for a rollback only:
-                the server refuses every further statement in it, and a commit of the session raises `LeaseLost` again.
+            LeaseLost: this claim is over. The transaction, or the innermost savepoint, is then good for a rollback
+                only: the server refuses every further statement in it, and a commit of the session raises again.
             BindError: the session is in AUTOCOMMIT; or, at its commit, it has written through another connection too.
         """
         return in_session(session, self._core.ack_tx, self._held)
@@ -101,7 +100,9 @@ class JobHandle(ClaimedJob[T]):
         if self.id not in await self._runner.run(self._core.ack([self._held])):
             raise lease_lost("ack", self.id)
 
-    async def retry(self, error: BaseException | str | None = None, *, delay: Duration | None = None) -> Literal["pending", "dead"]:
+    async def retry(
+        self, error: BaseException | str | None = None, *, delay: Duration | None = None
+    ) -> Literal["pending", "dead"]:
         """Give the job back for another attempt, or to dead if this was its last; return which.
 
         It runs again after `delay` (seconds or a `timedelta`; zero is at once), or else after the job's own curve:
@@ -153,7 +154,9 @@ class SyncJobHandle(ClaimedJob[T]):
         if self.id not in self._runner.run(self._core.ack([self._held])):
             raise lease_lost("ack", self.id)
 
-    def retry(self, error: BaseException | str | None = None, *, delay: Duration | None = None) -> Literal["pending", "dead"]:
+    def retry(
+        self, error: BaseException | str | None = None, *, delay: Duration | None = None
+    ) -> Literal["pending", "dead"]:
         """Give the job back for another attempt, or to dead if this was its last: see `JobHandle.retry`."""
         return self._runner.run(self._core.retry(self._held, error, delay, self._backoff_base, self.attempts))
 

@@ -6,10 +6,10 @@ show; what a store does to them it does with the statements of `statements`.
 
 Why the job table looks as it does (measured figures: docs/design.md):
 
-- A claim changes only columns that no index names, so PostgreSQL keeps the new row version on the same page without
-  touching an index (a HOT update). Fillfactor 50 leaves it the room, and there are no partial indexes on `state`.
-- The last key of `ix_job_claim` is `(id + 0)`: with `id` itself, a planner whose statistics say "empty table" reads that
-  whole index to find rows by their id.
+- A claim changes only columns that no index names, so PostgreSQL keeps the new row version on the same page and
+  touches no index (a HOT update). Fillfactor 50 leaves it the room, and there are no partial indexes on `state`.
+- The last key of `ix_job_claim` is `(id + 0)`: with `id` itself, a planner whose statistics say "empty table" reads
+  that whole index to find rows by their id.
 - `spent_at` is set while the job has no attempt left, so the sweep finds these jobs through a small index of its own.
 """
 
@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
-import msgspec
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
@@ -39,19 +38,14 @@ from sqlalchemy import (
     inspect,
     text,
 )
-from sqlalchemy import cast as sql_cast
-from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, declared_attr, mapped_column
 from sqlalchemy.orm.attributes import set_committed_value
 
+from alkstore_sa._jsonb import JsonDocument
 from alkstore_sa._rules import check_schema_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from sqlalchemy.engine import Dialect
-    from sqlalchemy.sql import ColumnElement
-    from sqlalchemy.sql.elements import BindParameter
+    from collections.abc import Iterable
 
 __all__ = [
     "DEAD_REASONS",
@@ -92,42 +86,9 @@ NOW: Final = text("statement_timestamp()")
 DEFAULT_VISIBILITY: Final = text("'00:05:00'::interval")
 DEFAULT_BACKOFF: Final = text("'00:00:05'::interval")
 LONGEST: Final = "'3650 days'::interval"
-
-
-class JsonDocument(JSONB):
-    """A `jsonb` column that goes over the wire as text.
-
-    The driver's and the engine's own JSON hooks (`json_serializer`, `json_deserializer`) so have no say in it. In
-    queries it is SQLAlchemy's `JSONB`: `Job.payload["order"].astext == "A-1"`.
-    """
-
-    cache_ok = True
-    should_evaluate_none = True  # None is JSON's null, not SQL's
-    render_bind_cast = False
-
-    def adapt(self, cls: type[Any], **kw: Any) -> JsonDocument:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Stay what it is: the drivers' own versions of `JSONB` would bring the engine's JSON hooks back."""
-        return JsonDocument()
-
-    def bind_expression(self, bindvalue: BindParameter[Any]) -> ColumnElement[Any]:
-        return sql_cast(sql_cast(bindvalue, Text()), JSONB())
-
-    def column_expression(self, colexpr: ColumnElement[Any]) -> ColumnElement[Any]:
-        return sql_cast(colexpr, Text())
-
-    def bind_processor(self, dialect: Dialect) -> Callable[[Any], str]:
-        return _to_json
-
-    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], Any]:
-        return _from_json
-
-
-def _to_json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
-
-
-def _from_json(document: Any) -> Any:
-    return None if document is None else msgspec.json.decode(document)
+# What both drivers can read as a datetime in any time zone.
+EARLIEST: Final = "'0001-01-03 00:00:00+00'::timestamptz"
+LATEST: Final = "'9999-12-29 00:00:00+00'::timestamptz"
 
 
 class JobContent:
@@ -178,13 +139,21 @@ class JobTable(JobContent):
             CheckConstraint("attempts >= 0", name="ck_job_attempts"),
             CheckConstraint("max_attempts >= 1", name="ck_job_max_attempts"),
             CheckConstraint(
-                f"visibility_timeout > '00:00:00'::interval AND visibility_timeout <= {LONGEST}", name="ck_job_visibility_timeout"
+                f"visibility_timeout > '00:00:00'::interval AND visibility_timeout <= {LONGEST}",
+                name="ck_job_visibility_timeout",
             ),
-            CheckConstraint(f"backoff_base > '00:00:00'::interval AND backoff_base <= {LONGEST}", name="ck_job_backoff_base"),
-            CheckConstraint("jsonb_typeof(headers) = 'object'", name="ck_job_headers"),
-            CheckConstraint("isfinite(run_at) AND isfinite(created_at)", name="ck_job_times"),
             CheckConstraint(
-                "(state = 'processing') = (lease IS NOT NULL) AND (state = 'processing') = (lease_expires_at IS NOT NULL)",
+                f"backoff_base > '00:00:00'::interval AND backoff_base <= {LONGEST}", name="ck_job_backoff_base"
+            ),
+            CheckConstraint("jsonb_typeof(headers) = 'object'", name="ck_job_headers"),
+            CheckConstraint(
+                f"run_at BETWEEN {EARLIEST} AND {LATEST} AND created_at BETWEEN {EARLIEST} AND {LATEST}"
+                f" AND expires_at BETWEEN {EARLIEST} AND {LATEST}",
+                name="ck_job_times",
+            ),
+            CheckConstraint(
+                "(state = 'processing') = (lease IS NOT NULL)"
+                " AND (state = 'processing') = (lease_expires_at IS NOT NULL)",
                 name="ck_job_lease",
             ),
             Index("ix_job_claim", "queue", text("priority DESC"), "run_at", text("(id + 0)")),
@@ -193,7 +162,7 @@ class JobTable(JobContent):
             {
                 "postgresql_with": {
                     "fillfactor": 50,
-                    # An emptied table keeps its pages: a plan made for one without pages reads the table from end to end.
+                    # An emptied table keeps its pages: a plan made for one without any reads the table from end to end.
                     "vacuum_truncate": "false",
                     # Every job leaves two dead row versions: clean up by the thousand, not by the fifth of the table.
                     "autovacuum_vacuum_scale_factor": "0.01",
@@ -300,7 +269,9 @@ class StreamEventTable:
     def __table_args__(cls) -> tuple[Any, ...]:
         return (
             PrimaryKeyConstraint("id", name="pk_stream_event"),
-            Index("ix_stream_event_offset", "stream", "offset", unique=True, postgresql_where=text('"offset" IS NOT NULL')),
+            Index(
+                "ix_stream_event_offset", "stream", "offset", unique=True, postgresql_where=text('"offset" IS NOT NULL')
+            ),
             Index("ix_stream_event_unplaced", "stream", "id", postgresql_where=text('"offset" IS NULL')),
         )
 
@@ -318,7 +289,10 @@ class StreamOffsetTable:
     @declared_attr.directive
     @classmethod
     def __table_args__(cls) -> tuple[Any, ...]:
-        return (PrimaryKeyConstraint("stream", "consumer", name="pk_stream_offset"), {"postgresql_with": {"fillfactor": 50}})
+        return (
+            PrimaryKeyConstraint("stream", "consumer", name="pk_stream_offset"),
+            {"postgresql_with": {"fillfactor": 50}},
+        )
 
 
 class SchemaVersionTable:
@@ -345,35 +319,35 @@ metadata = Base.metadata
 
 
 class Job(JobTable, Base):
-    __doc__ = JobTable.__doc__
+    """A job that is pending or processing; an acknowledged one has no row. See `JobTable`."""
 
 
 class DeadJob(DeadJobTable, Base):
-    __doc__ = DeadJobTable.__doc__
+    """A job that will not run again, kept for people to look at until `sweep_dead` removes it. See `DeadJobTable`."""
 
 
 class Schedule(ScheduleTable, Base):
-    __doc__ = ScheduleTable.__doc__
+    """A named schedule and its next boundary. See `ScheduleTable`."""
 
 
 class Lock(LockTable, Base):
-    __doc__ = LockTable.__doc__
+    """A named lock; free when it has no row or its time has passed. See `LockTable`."""
 
 
 class Stream(StreamTable, Base):
-    __doc__ = StreamTable.__doc__
+    """The head of a stream: the last offset that was assigned in it. See `StreamTable`."""
 
 
 class StreamEvent(StreamEventTable, Base):
-    __doc__ = StreamEventTable.__doc__
+    """An event of a stream; `offset` is its place, assigned after its commit by a reader. See `StreamEventTable`."""
 
 
 class StreamOffset(StreamOffsetTable, Base):
-    __doc__ = StreamOffsetTable.__doc__
+    """How far a consumer has come in a stream. See `StreamOffsetTable`."""
 
 
 class SchemaVersion(SchemaVersionTable, Base):
-    __doc__ = SchemaVersionTable.__doc__
+    """The numbered migration steps that built this schema; the highest one is its version. See `SchemaVersionTable`."""
 
 
 @dataclass(frozen=True)
@@ -392,7 +366,7 @@ class Models:
     SchemaVersion: type[SchemaVersionTable]
 
 
-@lru_cache(maxsize=None)
+@cache
 def models_for(schema: str = DEFAULT_SCHEMA) -> Models:
     """Return the mapped classes of the engine's tables in `schema`; the same ones at each call.
 
@@ -403,11 +377,18 @@ def models_for(schema: str = DEFAULT_SCHEMA) -> Models:
     default = (Job, DeadJob, Schedule, Lock, Stream, StreamEvent, StreamOffset, SchemaVersion)
     if schema == DEFAULT_SCHEMA:
         return Models(schema, metadata, *default)
-    base = cast("type[DeclarativeBase]", type("Base", (DeclarativeBase,), {"metadata": MetaData(schema=schema), "__module__": __name__}))
-    mapped: Iterable[Any] = (
-        type(cls.__name__, (cls.__bases__[0], base), {"__doc__": cls.__doc__, "__module__": f"{__name__}[{schema}]"}) for cls in default
+    base = cast(
+        "type[DeclarativeBase]",
+        type("Base", (DeclarativeBase,), {"metadata": MetaData(schema=schema), "__module__": __name__}),
     )
-    return _complete(Models(schema, base.metadata, *mapped))
+
+    def mapped(cls: type[Any]) -> Any:
+        """Return the class that maps in this schema what `cls` maps in the default one."""
+        return type(
+            cls.__name__, (cls.__bases__[0], base), {"__doc__": cls.__doc__, "__module__": f"{__name__}[{schema}]"}
+        )
+
+    return _complete(Models(schema, base.metadata, *map(mapped, default)))
 
 
 def _keep_id_readable(job: JobTable, expired: Iterable[str] | None) -> None:

@@ -6,6 +6,7 @@ A helper over queues: the messages are jobs of a queue that only the outbox can 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import inspect
@@ -19,7 +20,6 @@ from alkstore_sa._jobs import JobDefaults
 from alkstore_sa._rules import check_count, check_duration, check_name
 from alkstore_sa._runner import is_transient
 from alkstore_sa.errors import LeaseLost
-from alkstore_sa.job import JobHandle, SyncJobHandle
 from alkstore_sa.queue import Queue, SyncQueue
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from alkstore_sa._rules import Duration
     from alkstore_sa._runner import AsyncRunner, Runner
     from alkstore_sa._stop import StopToken
-    from alkstore_sa._types import AnySession, OutboxOptions
+    from alkstore_sa._types import AnySession, OutboxOptions, QueueStats
+    from alkstore_sa.job import JobHandle, SyncJobHandle
     from alkstore_sa.models import JobTable
 
 __all__ = ["OUTBOX_DEFAULTS", "Delivery", "Outbox", "SyncDelivery", "SyncOutbox"]
@@ -39,7 +40,9 @@ __all__ = ["OUTBOX_DEFAULTS", "Delivery", "Outbox", "SyncDelivery", "SyncOutbox"
 Delivery: TypeAlias = "Callable[[JobHandle[Any]], Any]"
 SyncDelivery: TypeAlias = "Callable[[SyncJobHandle[Any]], Any]"
 
-OUTBOX_DEFAULTS: Final = JobDefaults(visibility_timeout=timedelta(seconds=60), max_attempts=5, backoff_base=timedelta(seconds=5))
+OUTBOX_DEFAULTS: Final = JobDefaults(
+    visibility_timeout=timedelta(seconds=60), max_attempts=5, backoff_base=timedelta(seconds=5)
+)
 
 FIRST_RECONNECT: Final = 0.05
 LAST_RECONNECT: Final = 2.0
@@ -72,7 +75,9 @@ class _OutboxDoor:
         """
         return self._door.enqueue_tx(session, payload, **options)
 
-    def enqueue_many_tx(self, session: AnySession, payloads: Iterable[Any], **options: Unpack[OutboxOptions]) -> list[JobTable]:
+    def enqueue_many_tx(
+        self, session: AnySession, payloads: Iterable[Any], **options: Unpack[OutboxOptions]
+    ) -> list[JobTable]:
         """Add a message for each payload to the session's transaction: see `enqueue_tx`."""
         return self._door.enqueue_many_tx(session, payloads, **options)
 
@@ -80,8 +85,8 @@ class _OutboxDoor:
 class Outbox(_OutboxDoor):
     """An outbox of a `Store`. A cheap handle: making one does no I/O.
 
-    A message has 5 attempts of 60 seconds each, with retries after 5, 10, 20, 40 seconds (each halved at most by jitter),
-    unless its enqueue says otherwise. No order is promised between messages.
+    A message has 5 attempts of 60 seconds each, with retries after 5, 10, 20 and 40 seconds (jitter takes off up to
+    half), unless its enqueue says otherwise. No order is promised between messages.
     """
 
     def __init__(self, core: QueueCore, runner: AsyncRunner, closed: StopToken) -> None:
@@ -101,9 +106,10 @@ class Outbox(_OutboxDoor):
         """Deliver one message; return whether there was one, whatever became of it.
 
         `delivery(job)` is a coroutine function, a plain function, which runs in a thread, or an object with `__call__`
-        of either kind; whatever it returns is awaited if it can be. When it returns, the message is acknowledged. When it
-        raises, the message is retried after the curve, with the error's text, and at its last attempt moved to dead with
-        it. There is no heartbeat: a delivery that may take longer than the visibility timeout calls `job.heartbeat()`.
+        of either kind; whatever it returns is awaited if it can be. When it returns, the message is acknowledged. When
+        it raises, the message is retried after the curve, with the error's text, and at its last attempt moved to dead
+        with it. There is no heartbeat: a delivery that may take longer than the visibility timeout calls
+        `job.heartbeat()` itself.
 
         A message may be delivered more than once (the acknowledgement can get lost): the receiver tells by `job.id`.
         Cancelling leaves the message to its lease.
@@ -129,22 +135,27 @@ class Outbox(_OutboxDoor):
         """Deliver messages until `stop` is cancelled or the store is closed, up to `concurrency` at once.
 
         Each message is treated as by `run_once` and acknowledged at once. When there is nothing to do it looks again at
-        the soonest due time, or after `poll` (seconds, with a jitter of a tenth), whichever is first. Every 30 seconds it
-        moves its messages that must not run any more to dead (expired, or abandoned at their last attempt). A lost lease, a
-        dropped connection or a restarting server is logged and does not end it. On a stop it claims no more, waits for
-        the deliveries under way, and returns; cancelling the task cancels these and leaves their messages to their leases.
+        the soonest due time, or after `poll` (seconds, with a jitter of a tenth), whichever is first. Every 30 seconds
+        it moves its messages that must not run any more to dead (expired, or abandoned at their last attempt). A lost
+        lease, a dropped connection or a restarting server is logged and does not end it. On a stop it claims no more,
+        waits for the deliveries under way, and returns; cancelling the task cancels these and leaves their messages to
+        their leases.
 
         Raises:
             SchemaMissing, SchemaMismatch, and database errors that do not pass by themselves, such as a missing right.
         """
         check_name(worker_id, "worker")
         loop = _DeliveryLoop(
-            self._queue, worker_id, delivery, check_count(concurrency, "concurrency"), check_duration(poll, "poll").total_seconds()
+            self._queue,
+            worker_id,
+            delivery,
+            check_count(concurrency, "concurrency"),
+            check_duration(poll, "poll").total_seconds(),
         )
         with stop.notifying(loop.stop_soon), self._closed.notifying(loop.stop_soon):
             await loop.run()
 
-    async def stats(self) -> Any:
+    async def stats(self) -> QueueStats:
         """Count the outbox's messages: see `Queue.stats`."""
         return await self._queue.stats()
 
@@ -167,7 +178,7 @@ class SyncOutbox(_OutboxDoor):
     def run_once(self, worker_id: str, delivery: SyncDelivery) -> bool:
         """Deliver one message; return whether there was one: see `Outbox.run_once`.
 
-        The delivery runs in this thread. One that returns an awaitable has it run to its end on an event loop of its own.
+        The delivery runs in this thread. An awaitable that it returns is run to its end on an event loop of its own.
         """
         jobs = self._queue.claim(worker_id)
         if not jobs:
@@ -185,7 +196,7 @@ class SyncOutbox(_OutboxDoor):
             job.ack()
         return True
 
-    def stats(self) -> Any:
+    def stats(self) -> QueueStats:
         """Count the outbox's messages: see `Queue.stats`."""
         return self._queue.stats()
 
@@ -207,8 +218,8 @@ async def _deliver(job: JobHandle[Any], delivery: Delivery, threads: ThreadPoolE
         if is_async_callable(delivery):
             result = delivery(job)
         else:
-            call = functools.partial(contextvars.copy_context().run, delivery, job)
-            result = await asyncio.get_running_loop().run_in_executor(threads, call)
+            context = contextvars.copy_context()
+            result = await asyncio.get_running_loop().run_in_executor(threads, lambda: context.run(delivery, job))
         if inspect.isawaitable(result):
             await result
     except LeaseLost:
@@ -306,7 +317,12 @@ class _DeliveryLoop:
         except Exception as error:
             if not is_transient(error):
                 raise
-            logger.warning("outbox %s: the outcome of job %d was not stored, its lease decides: %s", self._queue.name, job.id, error)
+            logger.warning(
+                "outbox %s: the outcome of job %d was not stored, its lease decides: %s",
+                self._queue.name,
+                job.id,
+                error,
+            )
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -316,10 +332,8 @@ class _DeliveryLoop:
 
     async def _sleep(self, seconds: float | None) -> None:
         """Sleep until a delivery has finished or a stop was asked for, at most `seconds`."""
-        try:
+        with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._wake.wait(), seconds)
-        except asyncio.TimeoutError:
-            pass
 
     def _back_off(self, what: str, error: Exception) -> float:
         wait, self._reconnect = self._reconnect, min(self._reconnect * 2, LAST_RECONNECT)

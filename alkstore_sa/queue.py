@@ -62,7 +62,9 @@ class _QueueDoor:
         """
         return self._core.enqueue_tx(session, [payload], options)[0]
 
-    def enqueue_many_tx(self, session: AnySession, payloads: Iterable[Any], **options: Unpack[EnqueueOptions]) -> list[JobTable]:
+    def enqueue_many_tx(
+        self, session: AnySession, payloads: Iterable[Any], **options: Unpack[EnqueueOptions]
+    ) -> list[JobTable]:
         """Add a job for each payload to the session's transaction: see `enqueue_tx`."""
         return self._core.enqueue_tx(session, payloads, options)
 
@@ -111,7 +113,9 @@ class Queue(_QueueDoor, Generic[T]):
         """Give unstarted jobs back in one round trip; return those whose lease was lost."""
         return _missing(jobs, await self._run(self._core.release(_held(jobs))))
 
-    async def heartbeat_many(self, jobs: Sequence[JobHandle[Any]], extend: Duration | None = None) -> list[JobHandle[Any]]:
+    async def heartbeat_many(
+        self, jobs: Sequence[JobHandle[Any]], extend: Duration | None = None
+    ) -> list[JobHandle[Any]]:
         """Renew leases in one round trip; return the jobs whose lease was lost: see `JobHandle.heartbeat`."""
         return _apply(jobs, await self._run(self._core.heartbeat(_held(jobs), extend)))
 
@@ -119,7 +123,9 @@ class Queue(_QueueDoor, Generic[T]):
     def get_job(self, job_id: int, *, session: AsyncAnySession | None = None) -> Awaitable[JobSnapshot | None]: ...
     @overload
     def get_job(self, job_id: int, *, session: AnySyncSession) -> JobSnapshot | None: ...
-    def get_job(self, job_id: int, *, session: AnySession | None = None) -> Awaitable[JobSnapshot | None] | JobSnapshot | None:
+    def get_job(
+        self, job_id: int, *, session: AnySession | None = None
+    ) -> Awaitable[JobSnapshot | None] | JobSnapshot | None:
         """Return a snapshot of the job, pending, processing or dead; None if it is done, or another queue's.
 
         With `session` it reads in that session's transaction and sees what it has enqueued and not yet committed.
@@ -133,9 +139,9 @@ class Queue(_QueueDoor, Generic[T]):
         return await self._run(self._core.cancel(job_id))
 
     async def next_due(self) -> timedelta | None:
-        """Tell how long until the soonest job that cannot be claimed now may be: its `run_at`, or its lease's end.
+        """Tell how long until the soonest job may be claimed: until its `run_at`, or the end of its lease.
 
-        Zero or less for one that has become due meanwhile, None when there is none. A hint: it may be done or cancelled.
+        Zero or less for one that is due already, None when there is none. A hint: the job may be done or cancelled.
         """
         return await self._run(self._core.next_due())
 
@@ -184,7 +190,9 @@ class SyncQueue(_QueueDoor, Generic[T]):
         """Give unstarted jobs back in one round trip; return those whose lease was lost."""
         return _missing(jobs, self._run(self._core.release(_held(jobs))))
 
-    def heartbeat_many(self, jobs: Sequence[SyncJobHandle[Any]], extend: Duration | None = None) -> list[SyncJobHandle[Any]]:
+    def heartbeat_many(
+        self, jobs: Sequence[SyncJobHandle[Any]], extend: Duration | None = None
+    ) -> list[SyncJobHandle[Any]]:
         """Renew leases in one round trip; return the jobs whose lease was lost."""
         return _apply(jobs, self._run(self._core.heartbeat(_held(jobs), extend)))
 
@@ -192,7 +200,9 @@ class SyncQueue(_QueueDoor, Generic[T]):
     def get_job(self, job_id: int, *, session: AnySyncSession | None = None) -> JobSnapshot | None: ...
     @overload
     def get_job(self, job_id: int, *, session: AsyncAnySession) -> Awaitable[JobSnapshot | None]: ...
-    def get_job(self, job_id: int, *, session: AnySession | None = None) -> Awaitable[JobSnapshot | None] | JobSnapshot | None:
+    def get_job(
+        self, job_id: int, *, session: AnySession | None = None
+    ) -> Awaitable[JobSnapshot | None] | JobSnapshot | None:
         """Return a snapshot of the job, or None: see `Queue.get_job`."""
         if session is None:
             return self._run(self._core.get_job(job_id))

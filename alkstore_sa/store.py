@@ -20,7 +20,7 @@ from alkstore_sa.outbox import OUTBOX_DEFAULTS, Outbox, SyncOutbox
 from alkstore_sa.queue import Queue, SyncQueue, sweep_all, sweep_all_sync
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncGenerator, Generator
     from types import TracebackType
 
     from typing_extensions import Self
@@ -77,8 +77,8 @@ class Store(_StoreDoor):
     A store needs no opening, opens no connection by itself, and never disposes of the engine. Its own operations are
     short transactions on the engine's pool; what ends in `_tx` joins the session it is given.
 
-    On an `AsyncConnection` inside a transaction every operation runs within that transaction and is rolled back with it,
-    which suits tests; the connection must not be used by two tasks at a time.
+    On an `AsyncConnection` inside a transaction every operation runs within that transaction and is rolled back with
+    it, which suits tests; the connection must not be used by two tasks at a time.
 
     Args:
         bind: the engine, or a connection.
@@ -99,8 +99,10 @@ class Store(_StoreDoor):
         codec: Codec | None = None,
         max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
     ) -> None:
-        if not isinstance(bind, (AsyncEngine, AsyncConnection)):
-            raise TypeError(f"Store needs an AsyncEngine or AsyncConnection, not {type(bind).__name__}; for a plain Engine use SyncStore")
+        if not isinstance(bind, (AsyncEngine, AsyncConnection)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"Store needs an AsyncEngine or AsyncConnection, not {type(bind).__name__}; use SyncStore for an Engine"
+            )
         super().__init__(schema, codec, max_payload_bytes)
         self._runner = AsyncRunner(bind)
 
@@ -149,14 +151,16 @@ class Store(_StoreDoor):
         Raises:
             InvalidName, ReservedName, ValueError: an argument is bad.
         """
-        return Queue(self._queue_core(name, visibility_timeout, max_attempts, backoff_base, codec, payload_type), self._runner)
+        return Queue(
+            self._queue_core(name, visibility_timeout, max_attempts, backoff_base, codec, payload_type), self._runner
+        )
 
     def outbox(self, name: str) -> Outbox:
         """Return a handle on the outbox `name`, without I/O."""
         return Outbox(self._outbox_core(name), self._runner, self._closed)
 
     @asynccontextmanager
-    async def begin(self) -> AsyncIterator[AsyncSession]:
+    async def begin(self) -> AsyncGenerator[AsyncSession]:
         """Hand out a session in a READ COMMITTED transaction, for callers who have none.
 
         Leaving the block commits, an exception rolls back; either gives the connection back to the pool. Objects stay
@@ -165,7 +169,10 @@ class Store(_StoreDoor):
         bind = self._runner.bind
         if isinstance(bind, AsyncEngine):
             bind = bind.execution_options(isolation_level="READ COMMITTED")
-        async with AsyncSession(bind, expire_on_commit=False, join_transaction_mode="create_savepoint") as session, session.begin():
+        async with (
+            AsyncSession(bind, expire_on_commit=False, join_transaction_mode="create_savepoint") as session,
+            session.begin(),
+        ):
             yield session
 
     async def check(self) -> None:
@@ -185,9 +192,9 @@ class Store(_StoreDoor):
     async def sweep_expired(self) -> int:
         """Move the jobs of all queues that must not run any more to dead and return how many.
 
-        These are the jobs whose `expires_at` has passed and those without an attempt left, as far as no live lease holds
-        them. It goes in portions of 1000, each atomic, and skips rows that another transaction has locked, so any number
-        of processes may sweep at once (contract section 3).
+        These are the jobs whose `expires_at` has passed and those without an attempt left, as far as no live lease
+        holds them. It goes in portions of 1000, each atomic, and skips rows that another transaction has locked, so any
+        number of processes may sweep at once (contract section 3).
         """
         return await sweep_all(self._runner, self._core, sweep(self._core))
 
@@ -202,7 +209,9 @@ class Store(_StoreDoor):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
 
@@ -220,8 +229,10 @@ class SyncStore(_StoreDoor):
         codec: Codec | None = None,
         max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
     ) -> None:
-        if not isinstance(bind, (Engine, Connection)):
-            raise TypeError(f"SyncStore needs an Engine or Connection, not {type(bind).__name__}; for an AsyncEngine use Store")
+        if not isinstance(bind, (Engine, Connection)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"SyncStore needs an Engine or Connection, not {type(bind).__name__}; for an AsyncEngine use Store"
+            )
         super().__init__(schema, codec, max_payload_bytes)
         self._runner = Runner(bind)
 
@@ -257,19 +268,24 @@ class SyncStore(_StoreDoor):
         payload_type: type[Any] = object,
     ) -> SyncQueue[Any]:
         """Return a handle on the queue `name`, without I/O: see `Store.queue`."""
-        return SyncQueue(self._queue_core(name, visibility_timeout, max_attempts, backoff_base, codec, payload_type), self._runner)
+        return SyncQueue(
+            self._queue_core(name, visibility_timeout, max_attempts, backoff_base, codec, payload_type), self._runner
+        )
 
     def outbox(self, name: str) -> SyncOutbox:
         """Return a handle on the outbox `name`, without I/O."""
         return SyncOutbox(self._outbox_core(name), self._runner)
 
     @contextmanager
-    def begin(self) -> Iterator[Session]:
+    def begin(self) -> Generator[Session]:
         """Hand out a session in a READ COMMITTED transaction: see `Store.begin`."""
         bind = self._runner.bind
         if isinstance(bind, Engine):
             bind = bind.execution_options(isolation_level="READ COMMITTED")
-        with Session(bind, expire_on_commit=False, join_transaction_mode="create_savepoint") as session, session.begin():
+        with (
+            Session(bind, expire_on_commit=False, join_transaction_mode="create_savepoint") as session,
+            session.begin(),
+        ):
             yield session
 
     def check(self) -> None:
@@ -295,5 +311,7 @@ class SyncStore(_StoreDoor):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
-from alkstore_sa import Store, SyncStore, embedded
 from sqlalchemy import Engine, create_engine
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-
 from support.databases import Database, Databases
+
+from alkstore_sa import Store, SyncStore, embedded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -30,6 +30,7 @@ def server(pytestconfig: pytest.Config) -> Iterator[PostgresServer]:
         gc.collect()
     with found:
         reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
+        assert reporter is not None
         reporter.write_line(f"PostgreSQL for the tests: {found.source}")
         yield found
 

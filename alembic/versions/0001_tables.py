@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from alembic import context, op
-
 import alkstore_sa.migrations
+from alembic import context, op
 
 revision = "alkstore_0001"
 down_revision = None

@@ -47,7 +47,9 @@ def run_downgrade(operations: Operations, *, to: int, from_: int, schema: str) -
     _require(operations, schema, to, from_)
     start = _start(operations, from_, schema)
     if start > LATEST:
-        raise SchemaMismatch(f"schema {schema!r} has version {start}, this package knows versions up to {LATEST}: upgrade alkstore_sa first")
+        raise SchemaMismatch(
+            f"schema {schema!r} has version {start}, this package knows versions up to {LATEST}: upgrade alkstore_sa"
+        )
     for version in range(start, to, -1):
         _execute(operations, [f"DELETE FROM {_version_table(schema)} WHERE version = {version}"])
         _execute(operations, STEPS[version].downgrade(schema))
@@ -71,10 +73,14 @@ def _require(operations: Operations, schema: str, *versions: int) -> None:
     if dialect != "postgresql":
         raise UnsupportedDialect(f"the engine's tables need PostgreSQL, this migration runs on {dialect}")
     if schema == "public":
-        raise ReservedName("schema 'public': the engine needs a schema of its own; choose another name, such as 'alkstore'")
+        raise ReservedName(
+            "schema 'public': the engine needs a schema of its own; choose another name, such as 'alkstore'"
+        )
     for version in versions:
         if not 0 <= version <= LATEST:
-            raise SchemaMismatch(f"version {version} of the engine's tables: this package knows versions 0 to {LATEST}, upgrade alkstore_sa")
+            raise SchemaMismatch(
+                f"version {version} of the engine's tables: this package knows 0 to {LATEST}, upgrade alkstore_sa"
+            )
 
 
 def _execute(operations: Operations, statements: list[str]) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psycopg
-from alembic import command
 from alembic.config import Config
 from psycopg import sql
 from sqlalchemy import make_url
+
+from alembic import command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +95,7 @@ def alembic_config(database: Database, *, schema: str = "alkstore", driver: str 
     """Return the configuration of the stand-alone environment for `database`."""
     config = Config(ROOT / "alembic.ini")
     config.set_main_option("sqlalchemy.url", database.url(driver).replace("%", "%%"))
-    config.cmd_opts = type("Options", (), {"x": [f"schema={schema}"]})()  # type: ignore[assignment]
+    config.cmd_opts = type("Options", (), {"x": [f"schema={schema}"]})()
     config.attributes["quiet"] = True
     return config
 

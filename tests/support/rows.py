@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import psycopg
 from psycopg.rows import dict_row
+
+if TYPE_CHECKING:
+    import psycopg
 
 Sql: TypeAlias = "psycopg.Connection[tuple[object, ...]]"
 
@@ -13,7 +15,7 @@ Sql: TypeAlias = "psycopg.Connection[tuple[object, ...]]"
 def job_row(sql: Sql, job_id: int, *, table: str = "job") -> dict[str, Any] | None:
     """Return a row of the job or dead table as a dict, None if there is none."""
     with sql.cursor(row_factory=dict_row) as cursor:
-        cursor.execute(f"SELECT * FROM alkstore.{table} WHERE id = %s", [job_id])  # type: ignore[arg-type]
+        cursor.execute(f"SELECT * FROM alkstore.{table} WHERE id = %s", [job_id])
         return cursor.fetchone()
 
 
@@ -30,7 +32,8 @@ def lapse(sql: Sql, *job_ids: int) -> None:
 def make_due(sql: Sql, *job_ids: int) -> None:
     """Let the run time of these pending jobs have come a second ago."""
     moved = sql.execute(
-        "UPDATE alkstore.job SET run_at = statement_timestamp() - interval '1 second' WHERE id = ANY (%s)", [list(job_ids)]
+        "UPDATE alkstore.job SET run_at = statement_timestamp() - interval '1 second' WHERE id = ANY (%s)",
+        [list(job_ids)],
     )
     assert moved.rowcount == len(job_ids)
 

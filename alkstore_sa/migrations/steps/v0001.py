@@ -31,7 +31,7 @@ def upgrade(schema: str) -> list[str]:
     """Return the statements that build version 1 in `schema`."""
     s = quote(schema)
     return [
-        # Not CREATE SCHEMA IF NOT EXISTS: that asks for the right to create schemas even where there is nothing to create.
+        # Not CREATE SCHEMA IF NOT EXISTS: that asks for the right to create schemas even where nothing is to be done.
         block(
             schema,
             f"""
@@ -40,7 +40,7 @@ def upgrade(schema: str) -> list[str]:
                 COMMENT ON SCHEMA {s} IS {literal(MARK)};
             END IF;
             IF pg_catalog.current_schema() = {literal(schema)} THEN
-                RAISE EXCEPTION 'schema % is where this role''s own tables go by default: the engine needs another one', {literal(s)}
+                RAISE EXCEPTION 'schema % is where this role''s own tables go by default', {literal(s)}
                     USING HINT = 'Choose another schema name for the engine, or set the role''s search_path.';
             END IF;
             """,
@@ -78,9 +78,13 @@ def upgrade(schema: str) -> list[str]:
             CONSTRAINT ck_job_backoff_base CHECK (
                 backoff_base > '00:00:00'::interval AND backoff_base <= '3650 days'::interval),
             CONSTRAINT ck_job_headers CHECK (jsonb_typeof(headers) = 'object'),
-            CONSTRAINT ck_job_times CHECK (isfinite(run_at) AND isfinite(created_at)),
+            CONSTRAINT ck_job_times CHECK (
+                run_at BETWEEN '0001-01-03 00:00:00+00'::timestamptz AND '9999-12-29 00:00:00+00'::timestamptz
+                AND created_at BETWEEN '0001-01-03 00:00:00+00'::timestamptz AND '9999-12-29 00:00:00+00'::timestamptz
+                AND expires_at BETWEEN '0001-01-03 00:00:00+00'::timestamptz AND '9999-12-29 00:00:00+00'::timestamptz),
             CONSTRAINT ck_job_lease CHECK (
-                (state = 'processing') = (lease IS NOT NULL) AND (state = 'processing') = (lease_expires_at IS NOT NULL))
+                (state = 'processing') = (lease IS NOT NULL)
+                AND (state = 'processing') = (lease_expires_at IS NOT NULL))
         ) WITH (
             fillfactor = 50,
             vacuum_truncate = false,
@@ -96,7 +100,10 @@ def upgrade(schema: str) -> list[str]:
         f"CREATE INDEX ix_job_spent_at ON {s}.job (spent_at) WHERE spent_at IS NOT NULL",
         # Give the table 2 MiB of empty pages. A statement planned while the table has none is planned as a read of the
         # whole table, and a connection keeps that plan when a million jobs have come in since.
-        f"INSERT INTO {s}.job (id, queue, payload) SELECT -n, '-', to_jsonb(repeat('-', 1800)) FROM generate_series(1, 512) AS n",
+        f"""
+        INSERT INTO {s}.job (id, queue, payload)
+        SELECT -n, '-', to_jsonb(repeat('-', 1800)) FROM generate_series(1, 512) AS n
+        """,
         f"DELETE FROM {s}.job WHERE id < 0",
         f"""
         CREATE TABLE {s}.dead (
@@ -198,7 +205,8 @@ def downgrade(schema: str) -> list[str]:
             schema,
             f"""
             IF EXISTS (SELECT FROM pg_catalog.pg_namespace
-                       WHERE nspname = {literal(schema)} AND obj_description(oid, 'pg_namespace') = {literal(MARK)}) THEN
+                       WHERE nspname = {literal(schema)}
+                           AND obj_description(oid, 'pg_namespace') = {literal(MARK)}) THEN
                 BEGIN
                     DROP SCHEMA {s};
                 EXCEPTION WHEN dependent_objects_still_exist THEN
