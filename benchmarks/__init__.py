@@ -1,0 +1,1 @@
+"""Measurements of the library, each run by `python -m benchmarks.NAME`."""
