@@ -212,6 +212,8 @@ class QueueCore:
         job.payload = self.store.header_codec.decode(document, object)
         job.headers = self.store.header_codec.decode(stamp.headers, dict[str, Any])
         job.priority = stamp.priority
+        job.state = "pending"
+        job.attempts = 0
         job.max_attempts = stamp.max_attempts
         job.visibility_timeout = stamp.visibility_timeout
         job.backoff_base = stamp.backoff_base

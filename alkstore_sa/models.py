@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, cast
 
 from sqlalchemy import (
     DDL,
@@ -79,6 +79,12 @@ DEFAULT_SCHEMA: Final = "alkstore"
 SCHEMA_VERSION: Final = 1
 """The version of the tables that these models map; `alkstore_sa.migrations` builds it."""
 
+# As PostgreSQL gives it back, which is what Alembic compares it with.
+SPENT_AT: Final = (
+    "CASE WHEN attempts >= max_attempts THEN COALESCE(lease_expires_at, created_at)"
+    " ELSE NULL::timestamp with time zone END"
+)
+
 STORAGE: Final = {
     "job": {
         "fillfactor": "50",
@@ -136,6 +142,8 @@ class JobTable(JobContent):
     """
 
     __tablename__ = "job"
+    # An insert reads back the id and no more, so a producer's role need not be allowed to read anything else.
+    __mapper_args__: ClassVar[dict[str, Any]] = {"eager_defaults": False}
 
     id: Mapped[int] = mapped_column(BigInteger, Identity(always=False))
     state: Mapped[Literal["pending", "processing"]] = mapped_column(Text, server_default=text("'pending'::text"))
@@ -144,7 +152,7 @@ class JobTable(JobContent):
     lease_expires_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     spent_at: Mapped[datetime | None] = mapped_column(
         DateTime(timezone=True),
-        Computed("CASE WHEN attempts >= max_attempts THEN COALESCE(lease_expires_at, created_at) END", persisted=True),
+        Computed(SPENT_AT, persisted=True),
     )
     """From when on the sweep takes a job without an attempt left; NULL while it has one."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -13,7 +15,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scop
 from alkstore_sa import Store, SyncStore
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from support.databases import Database
     from support.rows import Sql
@@ -50,6 +52,14 @@ async def done(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, 10 seconds at most."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "the condition has not come true in time"
+        await asyncio.sleep(0.005)
+
+
 class Door:
     """One kind of store, and sessions and engines of the same kind on the same database."""
 
@@ -84,7 +94,7 @@ class Door:
     def scoped_session(self) -> Any:
         """Make a registry of sessions, with one scope."""
         if not self.is_async:
-            return scoped_session(lambda: cast("Session", self.session()), scopefunc=lambda: 1)
+            return scoped_session(self.session, scopefunc=lambda: 1)  # type: ignore[arg-type]
         return async_scoped_session(self.session, scopefunc=lambda: 1)  # type: ignore[arg-type]
 
     async def connect(self, engine: Any = None) -> Any:
@@ -131,6 +141,18 @@ async def open_door(database: Database, kind: str) -> AsyncIterator[Door]:
         yield door
     finally:
         await door.close()
+
+
+@asynccontextmanager
+async def begun(store: Any) -> AsyncIterator[Any]:
+    """Enter `store.begin()` of either kind."""
+    block = store.begin()
+    if hasattr(block, "__aenter__"):
+        async with block as session:
+            yield session
+    else:
+        with block as session:
+            yield session
 
 
 def stored(sql: Sql) -> tuple[list[object], list[object]]:

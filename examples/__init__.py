@@ -1,0 +1,1 @@
+"""Applications to learn from, run from the repository's root."""
