@@ -7,6 +7,7 @@ The database is named by `-x url=...` or the environment variable `ALKSTORE_URL`
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from logging.config import fileConfig
 
@@ -20,7 +21,11 @@ if context.config.config_file_name is not None:
     fileConfig(context.config.config_file_name, disable_existing_loggers=False)
 
 ARGUMENTS = context.get_x_argument(as_dictionary=True)
+SCHEMA = ARGUMENTS.get("schema", "alkstore")
+# A schema each has its own record of revisions, in the role's default schema, under a name that is short enough.
 VERSION_TABLE = "alkstore_alembic_version"
+if SCHEMA != "alkstore":
+    VERSION_TABLE += "_" + hashlib.sha256(SCHEMA.encode()).hexdigest()[:16]
 
 
 def database_url() -> str:

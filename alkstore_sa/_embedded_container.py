@@ -35,8 +35,7 @@ def run(user: str, settings: Mapping[str, str], tried: list[str]) -> tuple[str, 
         client: Any = docker.from_env(timeout=_ANSWER_WITHIN)
         with contextlib.closing(client):
             client.ping()
-        # The reaper is a second image to pull; the poll is 1 s by default. Both are read at the import or later.
-        os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")
+        # The poll is 1 s by default. testcontainers' reaper is left on: it removes the container of a killed owner.
         os.environ.setdefault("TC_POOLING_INTERVAL", "0.1")
         postgres: Any = importlib.import_module("testcontainers.community.postgres")
         password = secrets.token_urlsafe(24)

@@ -53,9 +53,9 @@ class _Isolation(Generic[AnyEngine]):
         """Return the engine for an operation of one statement, or of several that are `atomic`."""
         return self._transactional if atomic else self._single
 
-    def learns(self, error: DBAPIError, *, atomic: bool) -> bool:
-        """Tell whether to run the operation again, now in a transaction: the failed statement has changed nothing."""
-        if self.engine(atomic=atomic) is self._transactional or sqlstate(error) != SERIALIZATION_FAILURE:
+    def learns(self, error: DBAPIError, engine: AnyEngine) -> bool:
+        """Tell whether to run again, in a transaction, what has failed on `engine`: it has changed nothing."""
+        if engine is self._transactional or sqlstate(error) != SERIALIZATION_FAILURE:
             return False
         self._single = self._transactional
         return True
@@ -80,11 +80,12 @@ class Runner:
             refuse_autocommit(self._connection)
             return operation(self._connection)
         while True:
+            engine = self._isolation.engine(atomic=atomic)
             try:
-                with self._isolation.engine(atomic=atomic).begin() as connection:
+                with engine.begin() as connection:
                     return operation(connection)
             except DBAPIError as error:
-                if not self._isolation.learns(error, atomic=atomic):
+                if not self._isolation.learns(error, engine):
                     raise
 
 
@@ -107,9 +108,10 @@ class AsyncRunner:
             await self._connection.run_sync(refuse_autocommit)
             return await self._connection.run_sync(operation)
         while True:
+            engine = self._isolation.engine(atomic=atomic)
             try:
-                async with self._isolation.engine(atomic=atomic).begin() as connection:
+                async with engine.begin() as connection:
                     return await connection.run_sync(operation)
             except DBAPIError as error:
-                if not self._isolation.learns(error, atomic=atomic):
+                if not self._isolation.learns(error, engine):
                     raise

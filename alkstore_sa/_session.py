@@ -2,20 +2,20 @@
 
 What joins a session belongs to that session's transaction alone. So this module finds the connection that the session
 writes through, and refuses three things: AUTOCOMMIT, where nothing could be rolled back; writes that go to a second
-connection, where one could commit without the other; and a commit after `LeaseLost`. It looks at the flush, through
-an event of the engine's own `Job` class, and at the commit, through listeners on that one session, never on the
-`Session` class. These are registered at the flush: a caller's own listener may be what adds the job, and a session's
-listeners must not be added to while they are being called.
+connection, where one could commit without the other; and a commit after `LeaseLost`. It looks before each flush and
+each commit of a session that has carried the engine's rows, through listeners on that one session, never on the
+`Session` class.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, cast, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, overload
 
 from sqlalchemy import delete, event, inspect, text
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
-from sqlalchemy.orm import Session, object_mapper, object_session, scoped_session
+from sqlalchemy.orm import Session, object_mapper, scoped_session
 
 from alkstore_sa.errors import BindError, LeaseLost, UnsupportedDialect
 from alkstore_sa.models import JobTable
@@ -45,19 +45,19 @@ T = TypeVar("T")
 
 WATCH: Final = "alkstore_sa.watch"
 HAS_WRITTEN: Final = text("SELECT pg_current_xact_id_if_assigned() IS NOT NULL")
+PROBE: Final = text("SELECT 1")
 DIVISION_BY_ZERO: Final = "22012"
+IN_FAILED_TRANSACTION: Final = "25P02"
 
 
 class _Watch:
     """What is known of one session's current transaction."""
 
-    __slots__ = ("carrier", "checked", "doomed", "lost")
+    __slots__ = ("carrier", "doomed", "lost")
 
     def __init__(self) -> None:
         self.carrier: Connection | None = None
         """The connection that carries the engine's rows."""
-        self.checked: set[int] = set()
-        """The identities of the jobs whose flush has been looked at."""
         self.doomed: SessionTransaction | None = None
         """The transaction or savepoint in which a lease turned out to be lost."""
         self.lost = ""
@@ -99,7 +99,10 @@ def add_rows(session: AnySession, models: Models, rows: Iterable[JobTable]) -> N
     require_postgresql(bind.dialect.name)
     if _is_autocommit(sync_session, bind):
         raise BindError(AUTOCOMMIT)
+    _watch(sync_session)
     sync_session.add_all(rows)
+    if sync_session._flushing:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        _before_flush(sync_session)  # a listener of the caller's adds them, and ours may not be called any more
 
 
 def write_connection(session: Session, models: Models) -> Connection:
@@ -125,17 +128,28 @@ def read_connection(session: Session, models: Models) -> Connection:
 def doom(session: Session, connection: Connection, statement: TextClause, error: LeaseLost) -> None:
     """See to it that the transaction, or the innermost savepoint, of `session` can only be rolled back.
 
-    The server is told by a statement that fails, so that not even a commit around the session gets through; the session
-    answers a later commit with `LeaseLost` again.
+    The server is told by a statement that fails. It would take a COMMIT for a ROLLBACK now, without a word, so the
+    session answers a commit with `LeaseLost` again, and so does the connection, which may be committed around it.
     """
     watch = _watch(session)
     watch.doomed = session.get_nested_transaction() or session.get_transaction()
     watch.lost = str(error)
+    event.listen(connection, "commit", partial(_refuse_doomed, watch.lost))
     try:
         connection.execute(statement)
     except DBAPIError as failure:
         if sqlstate(failure) != DIVISION_BY_ZERO:
             raise
+
+
+def _refuse_doomed(lost: str, connection: Connection) -> None:
+    """Raise `LeaseLost` at a commit if the transaction is still the one, or in the savepoint, that was doomed."""
+    try:
+        connection.execute(PROBE)
+    except DBAPIError as failure:
+        if sqlstate(failure) != IN_FAILED_TRANSACTION:
+            raise
+        raise LeaseLost(lost) from failure
 
 
 def sqlstate(error: DBAPIError) -> str | None:
@@ -188,12 +202,10 @@ def _bind_of(session: Session, models: Models) -> Engine | Connection:
         if len(candidates) != 1:
             raise BindError(
                 f"the session has binds, but none for the engine's models, and {len(candidates)} PostgreSQL binds to"
-                " choose from: name one, as in Session(binds={YourBase: engine, alkstore_sa.models.Base: engine})"
+                " choose from: name one, as in Session(binds={YourBase: engine, store.models.Base: engine})"
             ) from error
         (bind,) = candidates.values()
-        for cls in vars(models).values():
-            if isinstance(cls, type):
-                session.bind_mapper(cast("type[Any]", cls), bind)
+        session.bind_mapper(models.Base, bind)
         return bind
 
 
@@ -226,9 +238,18 @@ def _watch(session: Session) -> _Watch:
     watch: _Watch | None = session.info.get(WATCH)
     if watch is None:
         watch = session.info[WATCH] = _Watch()
-        event.listen(session, "before_commit", _before_commit)
-        event.listen(session, "after_transaction_end", _after_transaction_end)
+        _listen(session, "before_flush", _before_flush)
+        _listen(session, "before_commit", _before_commit)
+        _listen(session, "after_transaction_end", _after_transaction_end)
     return watch
+
+
+def _listen(session: Session, name: str, listener: Callable[..., None]) -> None:
+    """Register a listener on one session, also while that session is calling its listeners of the same event."""
+    collection: Any = getattr(session.dispatch, name)
+    if collection.listeners:  # they may be iterated over at this moment: add to a copy
+        collection.listeners = type(collection.listeners)(collection.listeners)
+    event.listen(session, name, listener)
 
 
 def _carry(session: Session, connection: Connection) -> None:
@@ -240,13 +261,13 @@ def _carry(session: Session, connection: Connection) -> None:
         watch.carrier = connection
 
 
-def _refuse_split(session: Session, carrier: Connection | None) -> None:
-    """Raise `BindError` if this transaction has written through another connection than the one with the engine's rows.
+def _refuse_split(session: Session, carrier: Connection) -> None:
+    """Raise `BindError` if this transaction has written through another connection than `carrier`.
 
     The server is asked, so it does not matter how the write was made, and a replica that was only read from is fine. A
     transaction in two phases may spread: it commits as one.
     """
-    if carrier is None or session.twophase:
+    if session.twophase:
         return
     for other in _connections(session) - {carrier}:
         if other.dialect.name != "postgresql" or other.scalar(HAS_WRITTEN):
@@ -254,7 +275,7 @@ def _refuse_split(session: Session, carrier: Connection | None) -> None:
 
 
 def _refuse_split_flush(session: Session, carrier: Connection) -> None:
-    """Raise `BindError` if the flush under way is going to write through another connection than `carrier`."""
+    """Raise `BindError` if the flush that begins will write through another connection than `carrier`."""
     if session.twophase:
         return
     changed = [row for row in session.dirty if session.is_modified(row)]
@@ -272,34 +293,29 @@ def _split(other: Engine, carrier: Engine) -> BindError:
     )
 
 
-def _before_insert(_mapper: object, connection: Connection, job: JobTable) -> None:
-    """Look at a flush, once, when it comes to the first of its jobs."""
-    session = object_session(job)
-    assert session is not None  # noqa: S101  (it is being flushed)
-    watch = _watch(session)
-    if id(job) not in watch.checked:
-        _carry(session, connection)
-        watch.checked = {id(row) for row in session.new if isinstance(row, JobTable)}
-        _refuse_split_flush(session, connection)
-        _refuse_split(session, watch.carrier)
+def _before_flush(session: Session, *_: object) -> None:
+    """Look at what the flush will write, before it has written any of it."""
+    for cls in {type(row) for row in session.new if isinstance(row, JobTable)}:
+        _carry(session, session.connection(bind_arguments={"mapper": inspect(cls)}))
+    carrier = _watch(session).carrier
+    if carrier is not None:
+        _refuse_split_flush(session, carrier)
+        _refuse_split(session, carrier)
 
 
 def _before_commit(session: Session) -> None:
-    watch: _Watch = session.info[WATCH]
+    watch = _watch(session)
     if watch.doomed is not None:
         raise LeaseLost(watch.lost)
     if not session.in_nested_transaction():
         session.flush()
-        _refuse_split(session, watch.carrier)
+        if watch.carrier is not None:
+            _refuse_split(session, watch.carrier)
 
 
 def _after_transaction_end(session: Session, transaction: SessionTransaction) -> None:
-    watch: _Watch = session.info[WATCH]
+    watch = _watch(session)
     if watch.doomed is transaction:
         watch.doomed = None
     if transaction.parent is None:
         watch.carrier = None
-        watch.checked.clear()
-
-
-event.listen(JobTable, "before_insert", _before_insert, propagate=True)

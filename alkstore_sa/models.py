@@ -367,6 +367,7 @@ class Models:
 
     schema: str
     metadata: MetaData
+    Base: type[DeclarativeBase]
     Job: type[JobTable]
     DeadJob: type[DeadJobTable]
     Schedule: type[ScheduleTable]
@@ -387,7 +388,7 @@ def models_for(schema: str = DEFAULT_SCHEMA) -> Models:
     check_schema_name(schema)
     default = (Job, DeadJob, Schedule, Lock, Stream, StreamEvent, StreamOffset, SchemaVersion)
     if schema == DEFAULT_SCHEMA:
-        return Models(schema, metadata, *default)
+        return Models(schema, metadata, Base, *default)
     base = cast(
         "type[DeclarativeBase]",
         type("Base", (DeclarativeBase,), {"metadata": MetaData(schema=schema), "__module__": __name__}),
@@ -399,7 +400,7 @@ def models_for(schema: str = DEFAULT_SCHEMA) -> Models:
             cls.__name__, (cls.__bases__[0], base), {"__doc__": cls.__doc__, "__module__": f"{__name__}[{schema}]"}
         )
 
-    return _complete(Models(schema, base.metadata, *map(mapped, default)))
+    return _complete(Models(schema, base.metadata, base, *map(mapped, default)))
 
 
 def _keep_id_readable(job: JobTable, expired: Iterable[str] | None) -> None:

@@ -11,13 +11,14 @@ if TYPE_CHECKING:
 QUERIES: Final = {
     "relations": """
         SELECT relname, relkind, reloptions, relpersistence, relrowsecurity, relforcerowsecurity, relreplident,
-            relispartition, relnatts, relchecks, relhasrules, relhastriggers, relacl::text, amname, obj_description(c.oid, 'pg_class')
+            relispartition, relnatts, relchecks, relhasrules, relhastriggers, relacl::text, amname,
+            obj_description(c.oid, 'pg_class')
         FROM pg_class c LEFT JOIN pg_am a ON a.oid = c.relam
         WHERE relnamespace = {schema} ORDER BY 1""",
     "columns": """
         SELECT relname, attnum, attname, format_type(atttypid, atttypmod), attnotnull, attidentity, attgenerated,
-            attstorage, attcollation, attstattarget, attoptions, attislocal, attisdropped, col_description(c.oid, attnum),
-            pg_get_expr(adbin, adrelid)
+            attstorage, attcollation, attstattarget, attoptions, attislocal, attisdropped,
+            col_description(c.oid, attnum), pg_get_expr(adbin, adrelid)
         FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid
             LEFT JOIN pg_attrdef d ON d.adrelid = c.oid AND d.adnum = attnum
         WHERE relnamespace = {schema} AND attnum > 0 ORDER BY relname, attnum""",
