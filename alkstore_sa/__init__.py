@@ -27,7 +27,7 @@ from alkstore_sa.errors import (
     SchemaMissing,
     UnsupportedDialect,
 )
-from alkstore_sa.job import ClaimedJob, JobHandle, SyncJobHandle
+from alkstore_sa.job import ClaimedJob, JobHandle, SyncJobHandle, ThreadJobHandle
 from alkstore_sa.models import DeadJob, Job, Models, models_for
 from alkstore_sa.outbox import Outbox, SyncOutbox
 from alkstore_sa.queue import Queue, SyncQueue
@@ -68,6 +68,7 @@ __all__ = [
     "SyncOutbox",
     "SyncQueue",
     "SyncStore",
+    "ThreadJobHandle",
     "UnsupportedDialect",
     "models_for",
 ]

@@ -43,7 +43,19 @@ if TYPE_CHECKING:
     from alkstore_sa.codec import Codec
     from alkstore_sa.models import JobTable
 
-__all__ = ["Claim", "Held", "Insertion", "JobDefaults", "QueueCore", "Renewal", "read_stats", "sweep", "sweep_dead"]
+__all__ = [
+    "Claim",
+    "Claims",
+    "Held",
+    "Insertion",
+    "JobDefaults",
+    "QueueCore",
+    "Renewal",
+    "lease_lost",
+    "read_stats",
+    "sweep",
+    "sweep_dead",
+]
 
 # One statement of enqueue_many carries at most this much; more goes in several of one transaction.
 ROWS_PER_INSERT: Final = 100_000
@@ -65,6 +77,13 @@ class Claim(NamedTuple):
     row: Any
     payload: Any
     headers: dict[str, Any]
+
+
+class Claims(NamedTuple):
+    """What a claim took: the jobs to work on, and how many went to dead because they do not decode."""
+
+    claims: list[Claim]
+    buried: int
 
 
 class Renewal(NamedTuple):
@@ -232,20 +251,23 @@ class QueueCore:
 
     # -- claim ---------------------------------------------------------------------------------------------------------
 
-    def claim(self, worker_id: str, n: int) -> Callable[[Connection], list[Claim]]:
+    def claim(self, worker_id: str, n: int) -> Callable[[Connection], Claims]:
         """Return the operation that claims up to `n` due jobs, in order; fewer means that there are no more."""
         check_name(worker_id, "worker")
         check_count(n, "n")
 
-        def operation(connection: Connection) -> list[Claim]:
+        def operation(connection: Connection) -> Claims:
             claims: list[Claim] = []
+            buried = 0
             complete = False
             while not complete and len(claims) < n:
                 rows = self._claim_rows(connection, worker_id, n - len(claims))
                 decoded = [claim for row in rows if (claim := self._decode_or_bury(connection, row))]
                 complete = len(decoded) == len(rows)
+                buried += len(rows) - len(decoded)
                 claims += decoded
-            return sorted(claims, key=lambda claim: (-claim.row.priority, claim.row.run_at, claim.row.id))
+            claims.sort(key=lambda claim: (-claim.row.priority, claim.row.run_at, claim.row.id))
+            return Claims(claims, buried)
 
         return operation
 

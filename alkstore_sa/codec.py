@@ -108,7 +108,10 @@ def _excerpt(payload: Any) -> str:
 
 
 def _encode_foreign(value: Any) -> Any:
-    """Encode what msgspec does not know by itself: pydantic models, recognised by their method, not by an import."""
+    """Encode what msgspec does not know: subclasses of plain types, and pydantic models, told by their method."""
+    for plain in (str, int, float):
+        if isinstance(value, plain):  # a subclass, such as markup or a numpy float
+            return plain(value)
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     raise TypeError(f"an object of type {type(value).__name__} is not supported")

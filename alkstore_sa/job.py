@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from alkstore_sa._jobs import Held, lease_lost
 from alkstore_sa._session import in_session
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Coroutine
     from datetime import datetime, timedelta
+
+    from sqlalchemy.orm import Session
 
     from alkstore_sa._jobs import Claim, QueueCore, Renewal
     from alkstore_sa._rules import Duration
     from alkstore_sa._runner import AsyncRunner, Runner
     from alkstore_sa._types import AnySession, AnySyncSession, AsyncAnySession
 
-__all__ = ["ClaimedJob", "JobHandle", "SyncJobHandle"]
+__all__ = ["ClaimedJob", "JobHandle", "SyncJobHandle", "ThreadJobHandle"]
 
 T = TypeVar("T")
 
@@ -31,6 +34,7 @@ class ClaimedJob(Generic[T]):
     def __init__(self, core: QueueCore, claim: Claim) -> None:
         row = claim.row
         self._core = core
+        self._claim = claim
         self._held = Held(row.id, row.lease)
         self._document: str = row.payload
         self._backoff_base: timedelta = row.backoff_base
@@ -49,6 +53,8 @@ class ClaimedJob(Generic[T]):
         """When the lease lapses, by the database's clock; `heartbeat` moves it."""
         self.last_error: str | None = row.last_error
         """What the last attempt failed with, None at the first."""
+        self.finished = False
+        """Whether this handle has ended its claim, be it by ack, retry, fail or release."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} of {self.queue!r}, attempt {self.attempts} of {self.max_attempts}>"
@@ -72,7 +78,17 @@ class ClaimedJob(Generic[T]):
                 only: the server refuses every further statement in it, and a commit of the session raises again.
             BindError: the session is in AUTOCOMMIT; or, at its commit, it has written through another connection too.
         """
-        return in_session(session, self._core.ack_tx, self._held)
+        return in_session(session, self._ack_in)
+
+    def _ack_in(self, session: Session) -> None:
+        self._core.ack_tx(session, self._held)
+        self.finished = True
+
+    def _ended(self, operation: str, *, counted: bool) -> None:
+        """Take over that an operation has ended this claim, or raise that it did not count."""
+        if not counted:
+            raise lease_lost(operation, self.id)
+        self.finished = True
 
     def _apply(self, renewal: Renewal) -> datetime:
         """Take a heartbeat's outcome over, or raise."""
@@ -89,6 +105,10 @@ class JobHandle(ClaimedJob[T]):
         super().__init__(core, claim)
         self._runner = runner
 
+    def for_thread(self) -> ThreadJobHandle[T]:
+        """Return a handle on the same claim for a function that runs in a thread beside this event loop."""
+        return ThreadJobHandle(self._core, self._claim, self._runner, asyncio.get_running_loop())
+
     async def ack(self) -> None:
         """Finish the job: its row is deleted.
 
@@ -97,8 +117,7 @@ class JobHandle(ClaimedJob[T]):
         Raises:
             LeaseLost: this claim is over; nothing was changed.
         """
-        if self.id not in await self._runner.run(self._core.ack([self._held])):
-            raise lease_lost("ack", self.id)
+        self._ended("ack", counted=self.id in await self._runner.run(self._core.ack([self._held])))
 
     async def retry(
         self, error: BaseException | str | None = None, *, delay: Duration | None = None
@@ -111,7 +130,9 @@ class JobHandle(ClaimedJob[T]):
         Raises:
             LeaseLost: this claim is over; nothing was changed.
         """
-        return await self._runner.run(self._core.retry(self._held, error, delay, self._backoff_base, self.attempts))
+        state = await self._runner.run(self._core.retry(self._held, error, delay, self._backoff_base, self.attempts))
+        self.finished = True
+        return state
 
     async def fail(self, error: BaseException | str | None = None) -> None:
         """Move the job to dead now, with `error` as its `last_error`.
@@ -120,6 +141,7 @@ class JobHandle(ClaimedJob[T]):
             LeaseLost: this claim is over; nothing was changed.
         """
         await self._runner.run(self._core.fail(self._held, error))
+        self.finished = True
 
     async def heartbeat(self, extend: Duration | None = None) -> datetime:
         """Renew the lease, from now, for `extend` or the job's own visibility timeout; return when it lapses.
@@ -138,8 +160,47 @@ class JobHandle(ClaimedJob[T]):
         Raises:
             LeaseLost: this claim is over; nothing was changed.
         """
-        if self.id not in await self._runner.run(self._core.release([self._held])):
-            raise lease_lost("release", self.id)
+        self._ended("release", counted=self.id in await self._runner.run(self._core.release([self._held])))
+
+
+class ThreadJobHandle(JobHandle[T]):
+    """A claimed job for a plain function that runs in a thread beside an event loop.
+
+    In that thread its operations block, like those of a `SyncJobHandle`. On the event loop they are awaitable, so that
+    a coroutine which the function returns can use the handle too.
+    """
+
+    def __init__(self, core: QueueCore, claim: Claim, runner: AsyncRunner, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(core, claim, runner)
+        self._loop = loop
+
+    def ack(self) -> Any:
+        """Finish the job: see `JobHandle.ack`."""
+        return self._here(super().ack())
+
+    def retry(self, error: BaseException | str | None = None, *, delay: Duration | None = None) -> Any:
+        """Give the job back for another attempt, or to dead if this was its last: see `JobHandle.retry`."""
+        return self._here(super().retry(error, delay=delay))
+
+    def fail(self, error: BaseException | str | None = None) -> Any:
+        """Move the job to dead now: see `JobHandle.fail`."""
+        return self._here(super().fail(error))
+
+    def heartbeat(self, extend: Duration | None = None) -> Any:
+        """Renew the lease from now: see `JobHandle.heartbeat`."""
+        return self._here(super().heartbeat(extend))
+
+    def release(self) -> Any:
+        """Give an unstarted job back, its attempt with it: see `JobHandle.release`."""
+        return self._here(super().release())
+
+    def _here(self, operation: Coroutine[Any, Any, Any]) -> Any:
+        """Return `operation` on the event loop; elsewhere have that loop run it, and wait."""
+        try:
+            on_loop = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            on_loop = False
+        return operation if on_loop else asyncio.run_coroutine_threadsafe(operation, self._loop).result()
 
 
 class SyncJobHandle(ClaimedJob[T]):
@@ -151,18 +212,20 @@ class SyncJobHandle(ClaimedJob[T]):
 
     def ack(self) -> None:
         """Finish the job: see `JobHandle.ack`."""
-        if self.id not in self._runner.run(self._core.ack([self._held])):
-            raise lease_lost("ack", self.id)
+        self._ended("ack", counted=self.id in self._runner.run(self._core.ack([self._held])))
 
     def retry(
         self, error: BaseException | str | None = None, *, delay: Duration | None = None
     ) -> Literal["pending", "dead"]:
         """Give the job back for another attempt, or to dead if this was its last: see `JobHandle.retry`."""
-        return self._runner.run(self._core.retry(self._held, error, delay, self._backoff_base, self.attempts))
+        state = self._runner.run(self._core.retry(self._held, error, delay, self._backoff_base, self.attempts))
+        self.finished = True
+        return state
 
     def fail(self, error: BaseException | str | None = None) -> None:
         """Move the job to dead now: see `JobHandle.fail`."""
         self._runner.run(self._core.fail(self._held, error))
+        self.finished = True
 
     def heartbeat(self, extend: Duration | None = None) -> datetime:
         """Renew the lease from now: see `JobHandle.heartbeat`."""
@@ -170,5 +233,4 @@ class SyncJobHandle(ClaimedJob[T]):
 
     def release(self) -> None:
         """Give an unstarted job back, its attempt with it: see `JobHandle.release`."""
-        if self.id not in self._runner.run(self._core.release([self._held])):
-            raise lease_lost("release", self.id)
+        self._ended("release", counted=self.id in self._runner.run(self._core.release([self._held])))

@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from alkstore_sa._runner import AsyncRunner, Runner
     from alkstore_sa._stop import StopToken
     from alkstore_sa._types import AnySession, OutboxOptions, QueueStats
-    from alkstore_sa.job import JobHandle, SyncJobHandle
+    from alkstore_sa.job import JobHandle, SyncJobHandle, ThreadJobHandle
     from alkstore_sa.models import JobTable
 
 __all__ = ["OUTBOX_DEFAULTS", "Delivery", "Outbox", "SyncDelivery", "SyncOutbox"]
 
-Delivery: TypeAlias = "Callable[[JobHandle[Any]], Any]"
+Delivery: TypeAlias = "Callable[[ThreadJobHandle[Any]], Any]"
+"""Takes a job and delivers it; a function of any `JobHandle` will do, be it sync or async."""
+
 SyncDelivery: TypeAlias = "Callable[[SyncJobHandle[Any]], Any]"
 
 OUTBOX_DEFAULTS: Final = JobDefaults(
@@ -105,11 +107,12 @@ class Outbox(_OutboxDoor):
     async def run_once(self, worker_id: str, delivery: Delivery) -> bool:
         """Deliver one message; return whether there was one, whatever became of it.
 
-        `delivery(job)` is a coroutine function, a plain function, which runs in a thread, or an object with `__call__`
-        of either kind; whatever it returns is awaited if it can be. When it returns, the message is acknowledged. When
-        it raises, the message is retried after the curve, with the error's text, and at its last attempt moved to dead
-        with it. There is no heartbeat: a delivery that may take longer than the visibility timeout calls
-        `job.heartbeat()` itself.
+        `delivery(job)` is a coroutine function; or a plain function, which runs in a thread and gets a handle whose
+        methods block there; or an object with `__call__` of either kind. Whatever it returns is awaited if it can be.
+        When it returns, the message is acknowledged. When it raises, the message is retried after the curve, with the
+        error's text, and at its last attempt moved to dead with it. A delivery may end the job itself (`job.ack_tx`,
+        `job.fail`); then that counts. There is no heartbeat: a delivery that may take longer than the visibility
+        timeout calls `job.heartbeat()` itself.
 
         A message may be delivered more than once (the acknowledgement can get lost): the receiver tells by `job.id`.
         Cancelling leaves the message to its lease.
@@ -117,11 +120,10 @@ class Outbox(_OutboxDoor):
         Raises:
             LeaseLost: the delivery took longer than its lease, and another has claimed the message since.
         """
-        jobs = await self._queue.claim(worker_id)
-        if not jobs:
-            return False
-        await _deliver(jobs[0], delivery, None)
-        return True
+        (jobs, buried) = await self._queue.claim_or_bury(worker_id)
+        for job in jobs:
+            await _deliver(job, delivery, None)
+        return bool(jobs or buried)
 
     async def run(
         self,
@@ -180,20 +182,23 @@ class SyncOutbox(_OutboxDoor):
 
         The delivery runs in this thread. An awaitable that it returns is run to its end on an event loop of its own.
         """
-        jobs = self._queue.claim(worker_id)
+        (jobs, buried) = self._queue.claim_or_bury(worker_id)
         if not jobs:
-            return False
-        job = jobs[0]
+            return bool(buried)
+        (job,) = jobs
         try:
             result = delivery(job)
+            _refuse_generator(result)
             if inspect.isawaitable(result):
-                asyncio.run(_await(result))
+                _run_to_end(result)
         except LeaseLost:
             raise
         except Exception as error:  # noqa: BLE001  (whatever a delivery raises means: not delivered)
-            job.retry(error)
+            if not job.finished:
+                job.retry(error)
         else:
-            job.ack()
+            if not job.finished:
+                job.ack()
         return True
 
     def stats(self) -> QueueStats:
@@ -201,8 +206,19 @@ class SyncOutbox(_OutboxDoor):
         return self._queue.stats()
 
 
-async def _await(result: Awaitable[Any]) -> Any:
-    return await result
+def _run_to_end(result: Awaitable[Any]) -> None:
+    """Run an awaitable on an event loop of its own, in this thread unless that is running one already."""
+
+    async def main() -> None:
+        await result
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(main())
+    else:
+        with ThreadPoolExecutor(1, thread_name_prefix="alkstore-outbox") as thread:
+            thread.submit(lambda: asyncio.run(main())).result()
 
 
 def is_async_callable(function: Callable[..., Any]) -> bool:
@@ -212,22 +228,44 @@ def is_async_callable(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-async def _deliver(job: JobHandle[Any], delivery: Delivery, threads: ThreadPoolExecutor | None) -> None:
+def _refuse_generator(result: object) -> None:
+    """Raise for what a delivery with a `yield` in it returns: nothing of it has run, so nothing is delivered."""
+    if inspect.isgenerator(result) or inspect.isasyncgen(result):
+        raise TypeError("the delivery is a generator function: it has a yield in it, so calling it delivers nothing")
+
+
+async def _deliver(claimed: JobHandle[Any], delivery: Delivery, threads: ThreadPoolExecutor | None) -> None:
     """Call the delivery and finish the job by its outcome; plain functions run in `threads`, or the loop's own."""
+    job = claimed.for_thread()
     try:
         if is_async_callable(delivery):
             result = delivery(job)
         else:
-            context = contextvars.copy_context()
-            result = await asyncio.get_running_loop().run_in_executor(threads, lambda: context.run(delivery, job))
+            call = functools.partial(_call_in_thread, contextvars.copy_context(), delivery, job)
+            result, error = await asyncio.get_running_loop().run_in_executor(threads, call)
+            if error is not None:
+                raise error  # noqa: TRY301  (where it would have been raised without the thread)
+        _refuse_generator(result)
         if inspect.isawaitable(result):
             await result
     except LeaseLost:
         raise
     except Exception as error:  # noqa: BLE001  (whatever a delivery raises means: not delivered)
-        await job.retry(error)
+        if not job.finished:
+            await job.retry(error)
     else:
-        await job.ack()
+        if not job.finished:
+            await job.ack()
+
+
+def _call_in_thread(
+    context: contextvars.Context, delivery: Delivery, job: ThreadJobHandle[Any]
+) -> tuple[Any, Exception | None]:
+    """Return what the delivery returns and what it raises; a future could not carry a StopIteration."""
+    try:
+        return context.run(delivery, job), None
+    except Exception as error:  # noqa: BLE001  (raised again on the event loop)
+        return None, error
 
 
 class _DeliveryLoop:
@@ -266,6 +304,8 @@ class _DeliveryLoop:
                     raise self._failure
             if self._running:
                 await asyncio.wait(self._running)
+            if self._failure is not None:
+                raise self._failure
         finally:
             for task in self._running:
                 task.cancel()

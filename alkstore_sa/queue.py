@@ -102,8 +102,12 @@ class Queue(_QueueDoor, Generic[T]):
 
         A job whose payload does not decode is moved to dead and not returned.
         """
-        claims = await self._run(self._core.claim(worker_id, n))
-        return [JobHandle(self._core, claim, self._runner) for claim in claims]
+        return (await self.claim_or_bury(worker_id, n))[0]
+
+    async def claim_or_bury(self, worker_id: str, n: int = 1) -> tuple[list[JobHandle[T]], int]:
+        """Do what `claim` does, and tell also how many jobs went to dead because they do not decode."""
+        claims, buried = await self._run(self._core.claim(worker_id, n))
+        return [JobHandle(self._core, claim, self._runner) for claim in claims], buried
 
     async def ack_many(self, jobs: Sequence[JobHandle[Any]]) -> list[JobHandle[Any]]:
         """Finish jobs in one round trip; return those whose lease was lost, for which nothing was changed."""
@@ -179,8 +183,12 @@ class SyncQueue(_QueueDoor, Generic[T]):
 
     def claim(self, worker_id: str, n: int = 1) -> list[SyncJobHandle[T]]:
         """Claim up to `n` due jobs: see `Queue.claim`."""
-        claims = self._run(self._core.claim(worker_id, n))
-        return [SyncJobHandle(self._core, claim, self._runner) for claim in claims]
+        return self.claim_or_bury(worker_id, n)[0]
+
+    def claim_or_bury(self, worker_id: str, n: int = 1) -> tuple[list[SyncJobHandle[T]], int]:
+        """Do what `claim` does, and tell also how many jobs went to dead: see `Queue.claim_or_bury`."""
+        claims, buried = self._run(self._core.claim(worker_id, n))
+        return [SyncJobHandle(self._core, claim, self._runner) for claim in claims], buried
 
     def ack_many(self, jobs: Sequence[SyncJobHandle[Any]]) -> list[SyncJobHandle[Any]]:
         """Finish jobs in one round trip; return those whose lease was lost."""

@@ -32,7 +32,8 @@ __all__ = ["LATEST", "AlkstoreDowngradeOp", "AlkstoreUpgradeOp", "current", "dow
 def upgrade(op: Operations | ModuleType, *, to: int, from_: int, schema: str = DEFAULT_SCHEMA) -> None:
     """Bring the engine's tables in `schema` from version `from_` up to `to`, inside the revision's transaction.
 
-    Online, the steps that the database already has are left out, so an interrupted or repeated revision does no harm.
+    Online, the steps that the database already has are left out, so a repeated revision does no harm. An interrupted
+    one leaves nothing, unless the environment runs without a transaction.
     Version 0 means that there are no tables yet. The schema is created if it is missing; one that an administrator
     made beforehand is used as it is.
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from sqlalchemy import text
 
-from alkstore_sa.errors import ReservedName, SchemaMismatch, UnsupportedDialect
+from alkstore_sa._rules import check_schema_name
+from alkstore_sa.errors import SchemaMismatch, UnsupportedDialect
 from alkstore_sa.migrations.steps import v0001
 
 if TYPE_CHECKING:
@@ -72,10 +73,7 @@ def _require(operations: Operations, schema: str, *versions: int) -> None:
     dialect = operations.get_context().dialect.name
     if dialect != "postgresql":
         raise UnsupportedDialect(f"the engine's tables need PostgreSQL, this migration runs on {dialect}")
-    if schema == "public":
-        raise ReservedName(
-            "schema 'public': the engine needs a schema of its own; choose another name, such as 'alkstore'"
-        )
+    check_schema_name(schema)
     for version in versions:
         if not 0 <= version <= LATEST:
             raise SchemaMismatch(

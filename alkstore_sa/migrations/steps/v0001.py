@@ -40,8 +40,9 @@ def upgrade(schema: str) -> list[str]:
                 COMMENT ON SCHEMA {s} IS {literal(MARK)};
             END IF;
             IF pg_catalog.current_schema() = {literal(schema)} THEN
-                RAISE EXCEPTION 'schema % is where this role''s own tables go by default', {literal(s)}
-                    USING HINT = 'Choose another schema name for the engine, or set the role''s search_path.';
+                RAISE EXCEPTION USING
+                    MESSAGE = {literal(f"schema {s} is where this role's own tables go by default")},
+                    HINT = 'Choose another schema name for the engine, or set the role''s search_path.';
             END IF;
             """,
         ),
@@ -210,7 +211,8 @@ def downgrade(schema: str) -> list[str]:
                 BEGIN
                     DROP SCHEMA {s};
                 EXCEPTION WHEN dependent_objects_still_exist THEN
-                    RAISE NOTICE 'schema % is kept: it holds objects that are not the engine''s', {literal(s)};
+                    RAISE NOTICE USING
+                        MESSAGE = {literal(f"schema {s} is kept: it holds objects that are not the engine's")};
                 END;
             END IF;
             """,
