@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from alkstore_sa.codec import Codec
+    from alkstore_sa.models import Models
+    from alkstore_sa.statements import Statements
 
 __all__ = ["StoreCore"]
 
@@ -32,13 +34,13 @@ class StoreCore:
     """The part of a store that needs no door."""
 
     def __init__(self, schema: str, codec: Codec | None, max_payload_bytes: int) -> None:
-        self.schema = schema
-        self.models = models_for(schema)
-        self.statements = statements_for(schema)
+        self.schema: str = schema
+        self.models: Models = models_for(schema)
+        self.statements: Statements = statements_for(schema)
         self.codec: Codec = codec or JsonCodec()
-        self.header_codec = JsonCodec()
-        self.max_payload_bytes = check_count(max_payload_bytes, "max_payload_bytes")
-        self._checked = False
+        self.header_codec: Codec = JsonCodec()
+        self.max_payload_bytes: int = check_count(max_payload_bytes, "max_payload_bytes")
+        self._checked: bool = False
         self._marks: dict[str, Marks] = {}
 
     def marks(self, queue: str) -> Marks:

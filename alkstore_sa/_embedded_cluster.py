@@ -76,14 +76,14 @@ class Cluster:
         Raises:
             PostgresFailed: initdb or the server failed, or there is no user to run them as.
         """
-        self.bin_dir = bin_dir
-        self.password = secrets.token_urlsafe(24)
-        self.port = 0
+        self.bin_dir: Path = bin_dir
+        self.password: str = secrets.token_urlsafe(24)
+        self.port: int = 0
         self._identity = _identity()
         self._process: subprocess.Popen[bytes] | None = None
         self._told = 0
-        self.folder = tempfile.mkdtemp(prefix="alkstore-", dir=_reachable_folder(self._identity))
-        self.data_dir = Path(self.folder, "data")
+        self.folder: str = tempfile.mkdtemp(prefix="alkstore-", dir=_reachable_folder(self._identity))
+        self.data_dir: Path = Path(self.folder, "data")
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self._pipe, self._watchdog = _guard(self.folder)

@@ -53,7 +53,7 @@ class ClaimedJob(Generic[T]):
         """When the lease lapses, by the database's clock; `heartbeat` moves it."""
         self.last_error: str | None = row.last_error
         """What the last attempt failed with, None at the first."""
-        self.finished = False
+        self.finished: bool = False
         """Whether this handle has ended its claim, be it by ack, retry, fail or release."""
 
     def __repr__(self) -> str:
@@ -82,13 +82,17 @@ class ClaimedJob(Generic[T]):
 
     def _ack_in(self, session: Session) -> None:
         self._core.ack_tx(session, self._held)
+        self._end()
+
+    def _end(self) -> None:
+        """Take over that an operation has ended this claim."""
         self.finished = True
 
-    def _ended(self, operation: str, *, counted: bool) -> None:
+    def _end_if_counted(self, operation: str, counted: set[int]) -> None:
         """Take over that an operation has ended this claim, or raise that it did not count."""
-        if not counted:
+        if self.id not in counted:
             raise lease_lost(operation, self.id)
-        self.finished = True
+        self._end()
 
     def _apply(self, renewal: Renewal) -> datetime:
         """Take a heartbeat's outcome over, or raise."""
@@ -117,7 +121,7 @@ class JobHandle(ClaimedJob[T]):
         Raises:
             LeaseLost: this claim is over; nothing was changed.
         """
-        self._ended("ack", counted=self.id in await self._runner.run(self._core.ack([self._held])))
+        self._end_if_counted("ack", await self._runner.run(self._core.ack([self._held])))
 
     async def retry(
         self, error: BaseException | str | None = None, *, delay: Duration | None = None
@@ -131,7 +135,7 @@ class JobHandle(ClaimedJob[T]):
             LeaseLost: this claim is over; nothing was changed.
         """
         state = await self._runner.run(self._core.retry(self._held, error, delay, self._backoff_base, self.attempts))
-        self.finished = True
+        self._end()
         return state
 
     async def fail(self, error: BaseException | str | None = None) -> None:
@@ -141,7 +145,7 @@ class JobHandle(ClaimedJob[T]):
             LeaseLost: this claim is over; nothing was changed.
         """
         await self._runner.run(self._core.fail(self._held, error))
-        self.finished = True
+        self._end()
 
     async def heartbeat(self, extend: Duration | None = None) -> datetime:
         """Renew the lease, from now, for `extend` or the job's own visibility timeout; return when it lapses.
@@ -160,7 +164,7 @@ class JobHandle(ClaimedJob[T]):
         Raises:
             LeaseLost: this claim is over; nothing was changed.
         """
-        self._ended("release", counted=self.id in await self._runner.run(self._core.release([self._held])))
+        self._end_if_counted("release", await self._runner.run(self._core.release([self._held])))
 
 
 class ThreadJobHandle(JobHandle[T]):
@@ -212,20 +216,20 @@ class SyncJobHandle(ClaimedJob[T]):
 
     def ack(self) -> None:
         """Finish the job: see `JobHandle.ack`."""
-        self._ended("ack", counted=self.id in self._runner.run(self._core.ack([self._held])))
+        self._end_if_counted("ack", self._runner.run(self._core.ack([self._held])))
 
     def retry(
         self, error: BaseException | str | None = None, *, delay: Duration | None = None
     ) -> Literal["pending", "dead"]:
         """Give the job back for another attempt, or to dead if this was its last: see `JobHandle.retry`."""
         state = self._runner.run(self._core.retry(self._held, error, delay, self._backoff_base, self.attempts))
-        self.finished = True
+        self._end()
         return state
 
     def fail(self, error: BaseException | str | None = None) -> None:
         """Move the job to dead now: see `JobHandle.fail`."""
         self._runner.run(self._core.fail(self._held, error))
-        self.finished = True
+        self._end()
 
     def heartbeat(self, extend: Duration | None = None) -> datetime:
         """Renew the lease from now: see `JobHandle.heartbeat`."""
@@ -233,4 +237,4 @@ class SyncJobHandle(ClaimedJob[T]):
 
     def release(self) -> None:
         """Give an unstarted job back, its attempt with it: see `JobHandle.release`."""
-        self._ended("release", counted=self.id in self._runner.run(self._core.release([self._held])))
+        self._end_if_counted("release", self._runner.run(self._core.release([self._held])))

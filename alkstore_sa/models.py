@@ -323,10 +323,10 @@ class SchemaVersionTable:
 class Base(DeclarativeBase):
     """Base of the models in the default schema, on a `MetaData` of the library's own."""
 
-    metadata = MetaData(schema=DEFAULT_SCHEMA)
+    metadata: ClassVar[MetaData] = MetaData(schema=DEFAULT_SCHEMA)
 
 
-metadata = Base.metadata
+metadata: Final[MetaData] = Base.metadata
 
 
 class Job(JobTable, Base):

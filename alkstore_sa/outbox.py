@@ -50,7 +50,7 @@ FIRST_RECONNECT: Final = 0.05
 LAST_RECONNECT: Final = 2.0
 SWEEP_INTERVAL: Final = 30.0
 
-logger = logging.getLogger("alkstore_sa.outbox")
+logger: Final = logging.getLogger("alkstore_sa.outbox")
 
 
 class _OutboxDoor:

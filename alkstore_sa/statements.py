@@ -285,34 +285,45 @@ DOOM: Final = 'SELECT 1 / 0 AS "the lease was lost"'
 class Statements:
     """The statements on the tables of one schema. The pairs are for all queues, and for `:queue` alone."""
 
+    stats: TextClause
+    stats_of_queue: TextClause
+    sweep_expired: TextClause
+    sweep_expired_of_queue: TextClause
+    sweep_spent: TextClause
+    sweep_spent_of_queue: TextClause
+    sweep_dead: TextClause
+    sweep_dead_of_queue: TextClause
+
     def __init__(self, schema: str) -> None:
         quoted = '"' + schema.replace('"', '""') + '"'
-        self.version_table = f"{quoted}.schema_version"
+        self.version_table: str = f"{quoted}.schema_version"
         sequence = "'" + f"{quoted}.job_lease".replace("'", "''") + "'"
         names = {"job": f"{quoted}.job", "dead": f"{quoted}.dead", "schema_version": self.version_table}
         # In text() a colon would begin a parameter.
-        self._parts = {name: value.replace(":", r"\:") for name, value in {**names, "lease_sequence": sequence}.items()}
+        self._parts: dict[str, str] = {
+            name: value.replace(":", r"\:") for name, value in {**names, "lease_sequence": sequence}.items()
+        }
 
-        self.enqueue = self._build(ENQUEUE)
-        self.claim_from_head = self._build(CLAIM_FROM_HEAD)
-        self.claim_from_marks = self._build(CLAIM_FROM_MARKS)
-        self.ack = self._build(ACK)
-        self.retry = self._build(RETRY)
-        self.fail = self._build(FAIL)
-        self.release = self._build(RELEASE)
-        self.heartbeat = self._build(HEARTBEAT)
-        self.get_job = self._build(GET_JOB)
-        self.cancel = self._build(CANCEL)
-        self.next_due = self._build(NEXT_DUE)
+        self.enqueue: TextClause = self._build(ENQUEUE)
+        self.claim_from_head: TextClause = self._build(CLAIM_FROM_HEAD)
+        self.claim_from_marks: TextClause = self._build(CLAIM_FROM_MARKS)
+        self.ack: TextClause = self._build(ACK)
+        self.retry: TextClause = self._build(RETRY)
+        self.fail: TextClause = self._build(FAIL)
+        self.release: TextClause = self._build(RELEASE)
+        self.heartbeat: TextClause = self._build(HEARTBEAT)
+        self.get_job: TextClause = self._build(GET_JOB)
+        self.cancel: TextClause = self._build(CANCEL)
+        self.next_due: TextClause = self._build(NEXT_DUE)
         self.stats, self.stats_of_queue = self._build_pair(STATS)
         self.sweep_expired, self.sweep_expired_of_queue = self._build_pair(SWEEP_EXPIRED, reason="'expired'")
         self.sweep_spent, self.sweep_spent_of_queue = self._build_pair(
             SWEEP_SPENT, reason="CASE gone.state WHEN 'processing' THEN 'lapsed' ELSE 'exhausted' END"
         )
         self.sweep_dead, self.sweep_dead_of_queue = self._build_pair(SWEEP_DEAD)
-        self.find_version_table = text(FIND_VERSION_TABLE)
-        self.version = self._build(VERSION)
-        self.doom = text(DOOM)
+        self.find_version_table: TextClause = text(FIND_VERSION_TABLE)
+        self.version: TextClause = self._build(VERSION)
+        self.doom: TextClause = text(DOOM)
 
     def _build(self, template: str, **parts: str) -> TextClause:
         levels = LEVELS.format(**self._parts)
