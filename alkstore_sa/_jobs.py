@@ -184,35 +184,30 @@ class QueueCore:
         if unknown:
             known = ", ".join(sorted(EnqueueOptions.__annotations__))
             raise TypeError(f"enqueue has no option {', '.join(sorted(unknown))}; it has {known}")
-        delay, run_at = options.get("delay"), options.get("run_at")
+        given = {name: value for name, value in options.items() if value is not None}
+        delay, run_at, limit = given.get("delay"), given.get("run_at"), given.get("expires")
         if delay is not None and run_at is not None:
             raise ValueError("delay and run_at are two ways to say when the job runs: give one of them")
-        if delay is not None:
-            delay = check_duration(delay, "delay")
-        if run_at is not None:
-            run_at = check_time(run_at, "run_at")
-        expires, expires_at = None, None
-        limit = options.get("expires")
-        if isinstance(limit, datetime):
-            expires_at = check_time(limit, "expires")
-        elif limit is not None:
-            expires = check_duration(limit, "expires")
-        if (delay and expires and expires <= delay) or (run_at and expires_at and expires_at <= run_at):
-            raise ValueError(f"expires={limit!r}: the job would expire before its run time, so it could never run")
-        return _Stamp(
+        relative = limit is not None and not isinstance(limit, datetime)
+        stamp = _Stamp(
             queue=self.name,
             headers=self._encode_headers(options.get("headers")),
-            priority=check_priority(options.get("priority", 0)),
-            run_at=run_at,
-            delay=delay,
-            expires_at=expires_at,
-            expires=expires,
-            max_attempts=check_attempts(options.get("max_attempts", self._defaults.max_attempts)),
+            priority=check_priority(given.get("priority", 0)),
+            run_at=None if run_at is None else check_time(run_at, "run_at"),
+            delay=None if delay is None else check_duration(delay, "delay"),
+            expires_at=None if limit is None or relative else check_time(limit, "expires"),
+            expires=check_duration(limit, "expires") if relative else None,
+            max_attempts=check_attempts(given.get("max_attempts", self._defaults.max_attempts)),
             visibility_timeout=check_duration(
-                options.get("visibility_timeout", self._defaults.visibility_timeout), "visibility_timeout"
+                given.get("visibility_timeout", self._defaults.visibility_timeout), "visibility_timeout"
             ),
-            backoff_base=check_duration(options.get("backoff_base", self._defaults.backoff_base), "backoff_base"),
+            backoff_base=check_duration(given.get("backoff_base", self._defaults.backoff_base), "backoff_base"),
         )
+        if (stamp.delay and stamp.expires and stamp.expires <= stamp.delay) or (
+            stamp.run_at and stamp.expires_at and stamp.expires_at <= stamp.run_at
+        ):
+            raise ValueError(f"expires={limit!r}: the job would expire before its run time, so it could never run")
+        return stamp
 
     def _encode(self, payload: Any) -> str:
         return encode_document(self.codec, payload, self.store.max_payload_bytes)

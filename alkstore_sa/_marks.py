@@ -76,5 +76,6 @@ class Marks:
         return place is None or (run_at is not None and run_at <= place[0])
 
     def forget(self) -> None:
-        """Have the next claim start at the head."""
+        """Have the next claim start at the head, also if one is under way that sets marks again."""
         self.places = {}
+        self.next_walk = 0.0

@@ -35,24 +35,24 @@ JobState: TypeAlias = Literal["pending", "processing", "dead"]
 
 
 class Wait(TypedDict, total=False):
-    """When a job may first run; at most one of the two."""
+    """When a job may first run; at most one of the two. None is the same as not given, here and below."""
 
-    delay: Duration
+    delay: Duration | None
     """How long after the enqueue, in seconds or as a `timedelta`; more than zero."""
-    run_at: datetime
+    run_at: datetime | None
     """An aware point in time; in the past means at once."""
 
 
 class OutboxOptions(Wait, total=False):
     """Options of one message of an outbox."""
 
-    priority: int
+    priority: int | None
     """Higher is claimed first; a `smallint`. Default 0."""
-    expires: Duration | datetime
+    expires: Duration | datetime | None
     """The job is not run after this: a span counted from the enqueue, or an aware point in time. Default: never."""
-    max_attempts: int
+    max_attempts: int | None
     """How often the job may be claimed before it is dead; at least 1. Default: the queue's."""
-    backoff_base: Duration
+    backoff_base: Duration | None
     """The curve's first delay: see `JobHandle.retry`. Default: the queue's."""
     headers: Mapping[str, Any] | None
     """JSON values that travel with the payload, such as a trace id. Default: none."""
@@ -61,7 +61,7 @@ class OutboxOptions(Wait, total=False):
 class EnqueueOptions(OutboxOptions, total=False):
     """Options of one job, stamped onto its row: a later handle with other defaults changes no existing job."""
 
-    visibility_timeout: Duration
+    visibility_timeout: Duration | None
     """How long a claim lasts before another may take the job. Default: the queue's."""
 
 

@@ -121,8 +121,9 @@ class Outbox(_OutboxDoor):
             LeaseLost: the delivery took longer than its lease, and another has claimed the message since.
         """
         (jobs, buried) = await self._queue.claim_or_bury(worker_id)
-        for job in jobs:
-            await _deliver(job, delivery, None)
+        for claimed in jobs:
+            job = claimed.for_thread()
+            await _finish(job, await _attempt(job, delivery, None))
         return bool(jobs or buried)
 
     async def run(
@@ -234,9 +235,10 @@ def _refuse_generator(result: object) -> None:
         raise TypeError("the delivery is a generator function: it has a yield in it, so calling it delivers nothing")
 
 
-async def _deliver(claimed: JobHandle[Any], delivery: Delivery, threads: ThreadPoolExecutor | None) -> None:
-    """Call the delivery and finish the job by its outcome; plain functions run in `threads`, or the loop's own."""
-    job = claimed.for_thread()
+async def _attempt(
+    job: ThreadJobHandle[Any], delivery: Delivery, threads: ThreadPoolExecutor | None
+) -> Exception | None:
+    """Call the delivery; return what it raised, None if it has delivered. Plain functions run in `threads`."""
     try:
         if is_async_callable(delivery):
             result = delivery(job)
@@ -251,11 +253,18 @@ async def _deliver(claimed: JobHandle[Any], delivery: Delivery, threads: ThreadP
     except LeaseLost:
         raise
     except Exception as error:  # noqa: BLE001  (whatever a delivery raises means: not delivered)
-        if not job.finished:
-            await job.retry(error)
+        return error
+    return None
+
+
+async def _finish(job: ThreadJobHandle[Any], error: Exception | None) -> None:
+    """Store the outcome of a delivery, unless the delivery has ended the job itself."""
+    if job.finished:
+        return
+    if error is None:
+        await job.ack()
     else:
-        if not job.finished:
-            await job.ack()
+        await job.retry(error)
 
 
 def _call_in_thread(
@@ -349,20 +358,38 @@ class _DeliveryLoop:
         self._fruitless = 0
         return pause if due is None else min(pause, due.total_seconds())
 
-    async def _deliver_one(self, job: JobHandle[Any]) -> None:
+    async def _deliver_one(self, claimed: JobHandle[Any]) -> None:
+        job = claimed.for_thread()
         try:
-            await _deliver(job, self._delivery, self._threads)
-        except LeaseLost as error:
-            logger.warning("outbox %s: %s", self._queue.name, error)
-        except Exception as error:
-            if not is_transient(error):
-                raise
-            logger.warning(
-                "outbox %s: the outcome of job %d was not stored, its lease decides: %s",
-                self._queue.name,
-                job.id,
-                error,
-            )
+            error = await _attempt(job, self._delivery, self._threads)
+            await self._store(job, error)
+        except LeaseLost as lost:
+            logger.warning("outbox %s: %s", self._queue.name, lost)
+
+    async def _store(self, job: ThreadJobHandle[Any], error: Exception | None) -> None:
+        """Store the outcome of a delivery, with some patience for a server that is away.
+
+        A message that was delivered but cannot be acknowledged is delivered again, so it is worth a few seconds.
+        """
+        wait = FIRST_RECONNECT
+        while True:
+            try:
+                await _finish(job, error)
+            except Exception as failure:
+                if not is_transient(failure):
+                    raise
+                if wait > LAST_RECONNECT:
+                    logger.warning(
+                        "outbox %s: the outcome of job %d was not stored, so its lease decides: %s",
+                        self._queue.name,
+                        job.id,
+                        failure,
+                    )
+                    return
+                await asyncio.sleep(wait)
+                wait *= 2
+            else:
+                return
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)

@@ -382,3 +382,12 @@ def test_a_sync_delivery_can_make_a_heartbeat(sync_store: SyncStore, sql: Sql) -
     outbox.enqueue(1)
     assert outbox.run_once("w", lambda job: job.heartbeat(3600))
     assert not outbox.run_once("w", nothing)
+
+
+async def test_an_option_that_is_none_is_one_that_was_not_given(store: Store, sql: Sql) -> None:
+    message_id = await store.outbox("mail").enqueue(
+        "x", max_attempts=None, backoff_base=None, priority=None, delay=None, run_at=None, expires=None, headers=None
+    )
+    row = job_row(sql, message_id)
+    assert row is not None
+    assert (row["max_attempts"], row["priority"], row["expires_at"]) == (5, 0, None)

@@ -187,3 +187,22 @@ async def test_a_database_without_the_tables_ends_it(outbox: Outbox, stop: StopT
     sql.execute("DROP SCHEMA alkstore CASCADE")
     with pytest.raises(SchemaMissing):
         await asyncio.wait_for(outbox.run("w", nothing, stop), DEADLINE)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_a_message_whose_acknowledgement_met_a_dropped_connection_is_not_delivered_again(
+    outbox: Outbox, stop: StopToken, sql: Sql, database: Database
+) -> None:
+    delivered: list[Any] = []
+
+    async def deliver(job: JobHandle[Any]) -> None:
+        delivered.append(job.payload)
+        assert terminate_others(sql, database) > 0
+
+    await outbox.enqueue("once")
+    running = asyncio.create_task(outbox.run("w", deliver, stop, poll=0.05))
+    await until(lambda: jobs(sql) == 0)
+    stop.cancel()
+    await finish(running)
+    assert delivered == ["once"]
+    assert jobs(sql, "dead") == 0
