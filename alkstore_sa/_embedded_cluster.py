@@ -68,7 +68,7 @@ class _Identity(NamedTuple):
 
 
 class Cluster:
-    """A new cluster and its server, gone with :meth:`end` or with the process that made it."""
+    """A new cluster and its server, gone with `end` or with the process that made it."""
 
     def __init__(self, bin_dir: Path, settings: Mapping[str, str]) -> None:
         """Make the cluster and start its server.

@@ -1,7 +1,7 @@
 """Ends a throw-away server when its owner is gone, however the owner went.
 
 Nothing in a process can run after SIGKILL, so the clean-up lives in another one: this file is run as a script
-(``python -I -S <this file> <folder>``) in a session of its own and blocks on its standard input, a pipe whose other
+(`python -I -S <this file> <folder>`) in a session of its own and blocks on its standard input, a pipe whose other
 end only the owner holds. End of file therefore means "the owner has gone", with no polling and no pid to guess.
 
 It imports the standard library only, and not much of it, because it is started with every server. The owner uses the
@@ -30,7 +30,7 @@ def runs_in(pid: int, folder: str) -> bool:
     """Say whether `pid` is a living process that was started on `folder`.
 
     The command line is looked at rather than the pid alone: a pid may have been given to a stranger since it was
-    written down, and a zombie (which still answers ``kill -0``) has no command line.
+    written down, and a zombie (which still answers `kill -0`) has no command line.
     """
     if pid <= 0:
         return False

@@ -303,7 +303,7 @@ class QueueCore:
 
     def next_due(self) -> Callable[[Connection], timedelta | None]:
         """Return the operation that tells how long until the soonest job that is not due yet."""
-        return lambda connection: connection.scalar(self._statements.next_due, {"queue": self.name})
+        return lambda connection: _span(connection.scalar(self._statements.next_due, {"queue": self.name}))
 
     # -- the end of a claim --------------------------------------------------------------------------------------------
 
@@ -391,9 +391,12 @@ class QueueCore:
             row = found.mappings().one_or_none()
             if row is None:
                 return None
-            payload = self._show(row["payload"], self.codec, self.payload_type)
-            headers = self._show(row["headers"], self.store.header_codec, object)
-            return JobSnapshot(**{**row, "payload": payload, "headers": headers})
+            values: dict[str, Any] = dict(row)
+            values["payload"] = self._show(row["payload"], self.codec, self.payload_type)
+            values["headers"] = self._show(row["headers"], self.store.header_codec, object)
+            for name in ("visibility_timeout", "backoff_base"):
+                values[name] = _span(row[name])
+            return JobSnapshot(**values)
 
         return operation
 
@@ -433,7 +436,12 @@ def read_stats(store: StoreCore, queue: str | None = None) -> Callable[[Connecti
     def operation(connection: Connection) -> dict[str, QueueStats]:
         return {
             row.queue: QueueStats(
-                int(row.pending), int(row.processing), int(row.dead), int(row.due), int(row.future), row.oldest_due
+                int(row.pending),
+                int(row.processing),
+                int(row.dead),
+                int(row.due),
+                int(row.future),
+                _span(row.oldest_due),
             )
             for row in connection.execute(statement, {} if queue is None else {"queue": queue})
         }
@@ -463,6 +471,10 @@ def sweep_dead(store: StoreCore, older_than: Duration, queue: str | None = None)
 
 def _portion(statement: Any, parameters: dict[str, Any]) -> Callable[[Connection], int]:
     return lambda connection: len(connection.scalars(statement, parameters | {"n": SWEEP_PORTION}).all())
+
+
+def _span(seconds: float | None) -> timedelta | None:
+    return None if seconds is None else timedelta(seconds=seconds)
 
 
 def _arrays(held: Sequence[Held]) -> dict[str, list[int]]:

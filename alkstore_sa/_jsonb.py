@@ -44,10 +44,19 @@ class JsonDocument(JSONB):
         """Encode a value."""
         return CODEC.encode
 
+    def literal_processor(self, dialect: Any) -> Any:  # noqa: ARG002
+        """Write a value into SQL text."""
+        return _literal
+
     def result_processor(self, dialect: Any, coltype: object) -> Any:  # noqa: ARG002
         """Decode a value; SQL's NULL, from an outer join or a missing key, is None."""
         return _decode
 
 
-def _decode(document: str | None) -> Any:
-    return None if document is None else CODEC.decode(document, object)
+def _literal(value: Any) -> str:
+    return "'" + CODEC.encode(value).replace("'", "''") + "'"
+
+
+def _decode(document: Any) -> Any:
+    # Anything but text has come past `column_expression`, as in textual SQL, and was decoded by the driver.
+    return CODEC.decode(document, object) if isinstance(document, str) else document

@@ -186,6 +186,9 @@ def error_text(error: BaseException | str | None) -> str | None:
     if error is None:
         return None
     if isinstance(error, BaseException):
-        message = str(error)
+        try:
+            message = str(error)
+        except Exception:  # noqa: BLE001  (an exception whose message cannot be shown is still an exception)
+            message = "(its message cannot be shown)"
         error = f"{type(error).__name__}: {message}" if message else type(error).__name__
     return storable_text(error)

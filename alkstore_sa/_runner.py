@@ -29,10 +29,10 @@ TRANSIENT_CLASSES: Final = ("08", "40", "53", "55", "57")
 
 def is_transient(error: Exception) -> bool:
     """Tell whether a loop should try again later: the server is away, restarting, or out of something."""
-    if isinstance(error, DBAPIError):
-        state = sqlstate(error)
-        return error.connection_invalidated or state is None or state.startswith(TRANSIENT_CLASSES)
-    return isinstance(error, (OSError, PoolTimeout, asyncio.TimeoutError))
+    state = sqlstate(error)
+    if state is not None:
+        return state.startswith(TRANSIENT_CLASSES)
+    return isinstance(error, (DBAPIError, OSError, PoolTimeout, asyncio.TimeoutError))
 
 
 AnyEngine = TypeVar("AnyEngine", Engine, AsyncEngine)

@@ -9,8 +9,10 @@ each commit of a session that has carried the engine's rows, through listeners o
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, overload
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import delete, event, inspect, text
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
@@ -43,10 +45,8 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-WATCH: Final = "alkstore_sa.watch"
 HAS_WRITTEN: Final = text("SELECT pg_current_xact_id_if_assigned() IS NOT NULL")
 PROBE: Final = text("SELECT 1")
-DIVISION_BY_ZERO: Final = "22012"
 IN_FAILED_TRANSACTION: Final = "25P02"
 
 
@@ -61,6 +61,10 @@ class _Watch:
         self.doomed: SessionTransaction | None = None
         """The transaction or savepoint in which a lease turned out to be lost."""
         self.lost = ""
+
+
+# Not in session.info, which applications copy and clear.
+_watches: WeakKeyDictionary[Session, _Watch] = WeakKeyDictionary()
 
 
 @overload
@@ -135,26 +139,32 @@ def doom(session: Session, connection: Connection, statement: TextClause, error:
     watch.doomed = session.get_nested_transaction() or session.get_transaction()
     watch.lost = str(error)
     event.listen(connection, "commit", partial(_refuse_doomed, watch.lost))
-    try:
+    event.listen(connection, "prepare_twophase", partial(_refuse_doomed, watch.lost))
+    event.listen(connection, "commit_twophase", partial(_refuse_doomed, watch.lost))
+    with suppress(Exception):  # it is there to fail, and an application may translate errors as it likes
         connection.execute(statement)
-    except DBAPIError as failure:
-        if sqlstate(failure) != DIVISION_BY_ZERO:
-            raise
 
 
-def _refuse_doomed(lost: str, connection: Connection) -> None:
+def _refuse_doomed(lost: str, connection: Connection, xid: Any = None, _is_prepared: object = None) -> None:
     """Raise `LeaseLost` at a commit if the transaction is still the one, or in the savepoint, that was doomed."""
     try:
         connection.execute(PROBE)
-    except DBAPIError as failure:
-        if sqlstate(failure) != IN_FAILED_TRANSACTION:
-            raise
+    except Exception as failure:
+        # SQLAlchemy takes the transaction for ended when its commit raises, so end it before the connection is reused.
+        if xid is None:
+            connection.dialect.do_rollback(connection.connection)
+        else:
+            connection.dialect.do_rollback_twophase(connection, xid, is_prepared=False)
         raise LeaseLost(lost) from failure
 
 
-def sqlstate(error: DBAPIError) -> str | None:
-    """Return the server's code for an error, None where it did not come from the server."""
-    return getattr(error.orig, "sqlstate", None)
+def sqlstate(error: Exception) -> str | None:
+    """Return the server's code for an error, None where it did not come from the server.
+
+    SQLAlchemy 2.0 does not wrap what asyncpg raises while it connects, hence any exception.
+    """
+    state: object = getattr(error.orig if isinstance(error, DBAPIError) else error, "sqlstate", None)
+    return state if isinstance(state, str) else None
 
 
 def require_postgresql(dialect: str) -> None:
@@ -235,9 +245,9 @@ def _is_autocommit(session: Session, bind: Engine | Connection) -> bool:
 
 
 def _watch(session: Session) -> _Watch:
-    watch: _Watch | None = session.info.get(WATCH)
+    watch = _watches.get(session)
     if watch is None:
-        watch = session.info[WATCH] = _Watch()
+        watch = _watches[session] = _Watch()
         _listen(session, "before_flush", _before_flush)
         _listen(session, "before_commit", _before_commit)
         _listen(session, "after_transaction_end", _after_transaction_end)
@@ -270,8 +280,18 @@ def _refuse_split(session: Session, carrier: Connection) -> None:
     if session.twophase:
         return
     for other in _connections(session) - {carrier}:
-        if other.dialect.name != "postgresql" or other.scalar(HAS_WRITTEN):
+        if other.dialect.name != "postgresql" or _has_written(other):
             raise _split(other.engine, carrier.engine)
+
+
+def _has_written(connection: Connection) -> bool:
+    """Tell whether the transaction on `connection` has anything to commit."""
+    try:
+        return bool(connection.scalar(HAS_WRITTEN))
+    except DBAPIError as failure:
+        if sqlstate(failure) != IN_FAILED_TRANSACTION:
+            raise
+        return False  # a read that failed, say: whatever it was, it can only be rolled back
 
 
 def _refuse_split_flush(session: Session, carrier: Connection) -> None:

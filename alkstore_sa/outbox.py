@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from alkstore_sa._jobs import JobDefaults
 from alkstore_sa._rules import check_count, check_duration, check_name
 from alkstore_sa._runner import is_transient
+from alkstore_sa._stop import wait_for_event
 from alkstore_sa.errors import LeaseLost
 from alkstore_sa.queue import Queue, SyncQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Generator, Iterable
 
     from typing_extensions import Unpack
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from alkstore_sa._runner import AsyncRunner, Runner
     from alkstore_sa._stop import StopToken
     from alkstore_sa._types import AnySession, OutboxOptions, QueueStats
-    from alkstore_sa.job import JobHandle, SyncJobHandle, ThreadJobHandle
+    from alkstore_sa.job import ClaimedJob, JobHandle, SyncJobHandle, ThreadJobHandle
     from alkstore_sa.models import JobTable
 
 __all__ = ["OUTBOX_DEFAULTS", "Delivery", "Outbox", "SyncDelivery", "SyncOutbox"]
@@ -49,6 +50,7 @@ OUTBOX_DEFAULTS: Final = JobDefaults(
 FIRST_RECONNECT: Final = 0.05
 LAST_RECONNECT: Final = 2.0
 SWEEP_INTERVAL: Final = 30.0
+MAX_DOUBLINGS: Final = 6  # of 10 ms
 
 logger: Final = logging.getLogger("alkstore_sa.outbox")
 
@@ -192,10 +194,8 @@ class SyncOutbox(_OutboxDoor):
             _refuse_generator(result)
             if inspect.isawaitable(result):
                 _run_to_end(result)
-        except LeaseLost:
-            raise
         except Exception as error:  # noqa: BLE001  (whatever a delivery raises means: not delivered)
-            if not job.finished:
+            with _unless_finished(job):
                 job.retry(error)
         else:
             if not job.finished:
@@ -250,21 +250,31 @@ async def _attempt(
         _refuse_generator(result)
         if inspect.isawaitable(result):
             await result
-    except LeaseLost:
-        raise
     except Exception as error:  # noqa: BLE001  (whatever a delivery raises means: not delivered)
         return error
     return None
 
 
 async def _finish(job: ThreadJobHandle[Any], error: Exception | None) -> None:
-    """Store the outcome of a delivery, unless the delivery has ended the job itself."""
-    if job.finished:
-        return
-    if error is None:
+    """Store the outcome of a delivery, unless the delivery has ended the job itself.
+
+    After an error the row decides whether it has: an `ack_tx` may have been rolled back by that very error.
+    """
+    if error is not None:
+        with _unless_finished(job):
+            await job.retry(error)
+    elif not job.finished:
         await job.ack()
-    else:
-        await job.retry(error)
+
+
+@contextlib.contextmanager
+def _unless_finished(job: ClaimedJob[Any]) -> Generator[None]:
+    """Let `LeaseLost` pass where the delivery itself has ended the claim."""
+    try:
+        yield
+    except LeaseLost:
+        if not job.finished:
+            raise
 
 
 def _call_in_thread(
@@ -335,6 +345,8 @@ class _DeliveryLoop:
                 task = asyncio.create_task(self._deliver_one(job))
                 self._running.add(task)
                 task.add_done_callback(self._finished)
+            if jobs:
+                self._fruitless = 0
             if len(jobs) == free:
                 return None
             due = await self._queue.next_due()
@@ -354,7 +366,7 @@ class _DeliveryLoop:
         pause = self._poll * random.uniform(0.9, 1.1)  # noqa: S311  (jitter, no secret)
         if due is not None and due <= timedelta(0):
             self._fruitless += 1
-            return min(pause, 0.0 if self._fruitless == 1 else 0.01 * 2 ** min(self._fruitless, 10))
+            return min(pause, 0.0 if self._fruitless == 1 else 0.01 * 2 ** min(self._fruitless, MAX_DOUBLINGS))
         self._fruitless = 0
         return pause if due is None else min(pause, due.total_seconds())
 
@@ -399,8 +411,7 @@ class _DeliveryLoop:
 
     async def _sleep(self, seconds: float | None) -> None:
         """Sleep until a delivery has finished or a stop was asked for, at most `seconds`."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), seconds)
+        await wait_for_event(self._wake, seconds)
 
     def _back_off(self, what: str, error: Exception) -> float:
         wait, self._reconnect = self._reconnect, min(self._reconnect * 2, LAST_RECONNECT)

@@ -39,6 +39,10 @@ CLAIMABLE: Final = """job.run_at <= statement_timestamp()
 # The claims that are meant, and no later ones of the same jobs.
 HELD: Final = "id = ANY (CAST(:ids AS bigint[])) AND lease = ANY (CAST(:leases AS bigint[]))"
 
+# Durations are read as seconds: psycopg reads intervals in one of the server's IntervalStyles only.
+DURATIONS: Final = """CAST(extract(epoch FROM visibility_timeout) AS float8) AS visibility_timeout,
+    CAST(extract(epoch FROM backoff_base) AS float8) AS backoff_base"""
+
 # A condition on rows that are found by something narrower. As a plain comparison it would tempt a planner that believes
 # the table to be empty into reading the whole queue.
 OF_QUEUE: Final = "(queue = :queue) IS TRUE"
@@ -83,8 +87,8 @@ UPDATE {job} AS job SET
 WHERE job.id = ANY (ARRAY(SELECT picked.id FROM picked))
 RETURNING
     job.id, job.queue, CAST(job.payload AS text) AS payload, CAST(job.headers AS text) AS headers, job.priority,
-    job.attempts, job.max_attempts, job.run_at, job.created_at, job.lease, job.lease_expires_at, job.backoff_base,
-    job.last_error"""
+    job.attempts, job.max_attempts, job.run_at, job.created_at, job.lease, job.lease_expires_at, job.last_error,
+    CAST(extract(epoch FROM job.backoff_base) AS float8) AS backoff_base"""
 
 # From the head of each priority: looks everywhere, and takes the first :n in order. A million future jobs of a high
 # priority cost it one probe.
@@ -186,13 +190,13 @@ UNION ALL SELECT mine.id, 'held', NULL FROM mine"""
 GET_JOB: Final = """
 SELECT
     id, queue, state, CAST(payload AS text) AS payload, CAST(headers AS text) AS headers, priority, run_at, created_at,
-    expires_at, attempts, max_attempts, visibility_timeout, backoff_base, worker_id, lease_expires_at, last_error,
+    expires_at, attempts, max_attempts, {durations}, worker_id, lease_expires_at, last_error,
     CAST(NULL AS timestamptz) AS died_at, CAST(NULL AS text) AS reason
 FROM {job} WHERE id = :id AND {of_queue}
 UNION ALL
 SELECT
     id, queue, 'dead', CAST(payload AS text), CAST(headers AS text), priority, run_at, created_at,
-    expires_at, attempts, max_attempts, visibility_timeout, backoff_base, worker_id, NULL, last_error,
+    expires_at, attempts, max_attempts, {durations}, worker_id, NULL, last_error,
     died_at, reason
 FROM {dead} WHERE id = :id AND {of_queue}"""
 
@@ -201,7 +205,7 @@ CANCEL: Final = "DELETE FROM {job} WHERE id = :id AND {of_queue} AND state = 'pe
 STATS: Final = """
 SELECT
     queue, sum(pending) AS pending, sum(processing) AS processing, sum(dead) AS dead, sum(due) AS due,
-    sum(future) AS future, statement_timestamp() - min(oldest) AS oldest_due
+    sum(future) AS future, CAST(extract(epoch FROM statement_timestamp() - min(oldest)) AS float8) AS oldest_due
 FROM (
     SELECT
         job.queue,
@@ -221,7 +225,7 @@ GROUP BY queue"""
 # nothing; what has become due since then answers with zero or less.
 NEXT_DUE: Final = """
 WITH RECURSIVE {levels}
-SELECT min(soonest.at) - statement_timestamp() AS wait
+SELECT CAST(extract(epoch FROM min(soonest.at) - statement_timestamp()) AS float8) AS wait
 FROM level CROSS JOIN LATERAL (
     SELECT min(job.lease_expires_at) AS at FROM {job} AS job
     WHERE job.queue = :queue AND job.priority = level.priority AND job.run_at <= statement_timestamp()
@@ -274,7 +278,10 @@ DELETE FROM {dead} WHERE id = ANY (ARRAY(SELECT picked.id FROM picked)) RETURNIN
 
 # -- The schema, and the end of a doomed transaction -------------------------------------------------------------------
 
-FIND_VERSION_TABLE: Final = "SELECT to_regclass(:table) IS NOT NULL AS present, current_schema() AS default_schema"
+FIND_VERSION_TABLE: Final = """
+SELECT
+    to_regclass(:table) IS NOT NULL AS present, current_schema() AS default_schema,
+    current_setting('DateStyle') AS date_style"""
 
 VERSION: Final = "SELECT coalesce(max(version), 0) FROM {schema_version}"
 
@@ -335,6 +342,7 @@ class Statements:
                 claimable=CLAIMABLE,
                 held=HELD,
                 of_queue=OF_QUEUE,
+                durations=DURATIONS,
                 content=CONTENT,
                 max_levels=MAX_LEVELS,
             )
