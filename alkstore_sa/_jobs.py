@@ -7,6 +7,7 @@ there is a connection; what it returns is run by a runner, or inside a session.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -33,7 +34,7 @@ from alkstore_sa.codec import encode_document
 from alkstore_sa.errors import LeaseLost, PayloadError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from sqlalchemy import Connection, TextClause
     from sqlalchemy.orm import Session
@@ -62,6 +63,8 @@ ROWS_PER_INSERT: Final = 100_000
 BYTES_PER_INSERT: Final = 128 * 1024 * 1024
 
 SWEEP_PORTION: Final = 1000
+
+logger: Final = logging.getLogger("alkstore_sa.queue")
 
 
 class Held(NamedTuple):
@@ -254,17 +257,34 @@ class QueueCore:
         def operation(connection: Connection) -> Claims:
             claims: list[Claim] = []
             buried = 0
-            complete = False
-            while not complete and len(claims) < n:
-                rows = self._claim_rows(connection, worker_id, n - len(claims))
-                decoded = [claim for row in rows if (claim := self._decode_or_bury(connection, row))]
-                complete = len(decoded) == len(rows)
-                buried += len(rows) - len(decoded)
-                claims += decoded
+            with _kept(connection, claims):
+                complete = False
+                while not complete and len(claims) < n:
+                    complete = True
+                    for rows in self._claim_rows(connection, worker_id, n - len(claims)):
+                        decoded = [claim for row in rows if (claim := self._decode_or_bury(connection, row))]
+                        claims += decoded
+                        buried += len(rows) - len(decoded)
+                        complete = complete and len(decoded) == len(rows)
             claims.sort(key=lambda claim: (-claim.row.priority, claim.row.run_at, claim.row.id))
             return Claims(claims, buried)
 
         return operation
+
+    def _claim_rows(self, connection: Connection, worker_id: str, n: int) -> Iterator[list[Any]]:
+        """Take rows from the marks on, as far as there are marks, and from the head where that comes short."""
+        marks = self.store.marks(self.name)
+        parameters = {"queue": self.name, "worker_id": worker_id}
+        if marks.usable():
+            rows = [*connection.execute(self._statements.claim_from_marks, parameters | {"n": n} | marks.parameters())]
+            marks.advance(rows)
+            yield rows
+            n -= len(rows)
+        if n:
+            begun = time.monotonic()
+            rows = [*connection.execute(self._statements.claim_from_head, parameters | {"n": n})]
+            marks.walked(rows, n, time.monotonic() - begun)
+            yield rows
 
     def _decode_or_bury(self, connection: Connection, row: Any) -> Claim | None:
         """Return the claim of a row; or, where its payload or headers do not decode, move that job to dead."""
@@ -272,34 +292,22 @@ class QueueCore:
             payload = self.codec.decode(row.payload, self.payload_type)
             headers = self.store.header_codec.decode(row.headers, dict[str, Any])
         except Exception as error:  # noqa: BLE001  (whatever a codec raises must not cost the other jobs their claim)
-            with contextlib.suppress(LeaseLost):  # another claim has it already, and will come to the same end
-                self.fail(Held(row.id, row.lease), error, "undecodable")(connection)
+            self._bury(connection, Held(row.id, row.lease), error)
             return None
         return Claim(row, payload, headers)
 
-    def _claim_rows(self, connection: Connection, worker_id: str, n: int) -> list[Any]:
-        marks = self.store.marks(self.name)
-        rows: list[Any] = []
-        if marks.usable():
-            parameters = {"queue": self.name, "worker_id": worker_id, "n": n, **marks.parameters()}
-            rows = [*connection.execute(self._statements.claim_from_marks, parameters).all()]
-            marks.advance(rows)
-            if len(rows) == n:
-                return rows
-        wanted = n - len(rows)
-        begun = time.monotonic()
+    def _bury(self, connection: Connection, held: Held, error: Exception) -> None:
+        """Move a job that does not decode to dead; where that fails, leave it to its lease."""
         try:
-            found = connection.execute(
-                self._statements.claim_from_head, {"queue": self.name, "worker_id": worker_id, "n": wanted}
-            ).all()
-        except DBAPIError:
-            # In AUTOCOMMIT what came first is claimed: hand it out rather than leave it to its leases. If the trouble
-            # lasts, the next claim raises.
-            if rows and connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
-                return rows
-            raise
-        marks.walked(found, wanted, time.monotonic() - begun)
-        return [*rows, *found]
+            self.fail(held, error, "undecodable")(connection)
+        except LeaseLost:
+            pass  # another claim has it already, and will come to the same end
+        except DBAPIError as failure:
+            if not _is_autocommit(connection):
+                raise
+            logger.warning(
+                "job %d of %s does not decode and could not be moved to dead: %s", held.id, self.name, failure
+            )
 
     def next_due(self) -> Callable[[Connection], timedelta | None]:
         """Return the operation that tells how long until the soonest job that is not due yet."""
@@ -345,6 +353,13 @@ class QueueCore:
             return "pending" if state == "pending" else "dead"
 
         return operation
+
+    def retry_if_free(
+        self, held: Held, error: BaseException | str | None, backoff_base: timedelta, attempts: int
+    ) -> Callable[[Connection], None]:
+        """Return the operation that does what `retry` does, unless the claim is over or a transaction has its row."""
+        parameters = {**held._asdict(), "delay": backoff_delay(backoff_base, attempts), "error": error_text(error)}
+        return lambda connection: connection.scalar(self._statements.retry_if_free, parameters)
 
     def fail(
         self, held: Held, error: BaseException | str | None, reason: str = "failed"
@@ -419,6 +434,25 @@ class QueueCore:
             return is_bigint(job_id) and connection.scalar(self._statements.cancel, parameters) is not None
 
         return operation
+
+
+def _is_autocommit(connection: Connection) -> bool:
+    """Tell whether each statement is committed by itself, as on a runner's engine for single statements."""
+    return connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT"
+
+
+@contextlib.contextmanager
+def _kept(connection: Connection, claims: list[Claim]) -> Generator[None]:
+    """Let a database error pass where jobs were claimed before it, and committed.
+
+    To hand them out is better than to leave them to their leases. If the trouble lasts, the next claim raises.
+    """
+    try:
+        yield
+    except DBAPIError as failure:
+        if not (claims and _is_autocommit(connection)):
+            raise
+        logger.warning("a claim was cut short: %s", failure)
 
 
 def lease_lost(operation: str, job_id: int) -> LeaseLost:

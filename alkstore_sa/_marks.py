@@ -3,8 +3,8 @@
 While any session of the database holds an old snapshot, finished jobs cannot be cleaned away, and a claim that starts
 at the head of its index walks over all of them. So a busy consumer starts where its last claim ended, in each priority.
 The marks are a hint of this process alone: what is behind them (late commits, lapsed leases, priorities it has not met)
-is found by a claim from the head, which comes whenever a claim comes short, and otherwise at least every
-`max(1 s, 20 times the cost of the last one)`; that is the bound of how long a job may be overtaken.
+is found by a claim from the head, which comes whenever a claim comes short, and otherwise at the latest after 20 times
+what the last one took, held between 1 and 3 seconds; that is the bound of how long a job may be overtaken.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = ["Marks"]
 Place: TypeAlias = "tuple[datetime, int]"
 
 SHORTEST_INTERVAL: Final = 1.0
+LONGEST_INTERVAL: Final = 3.0  # what a claim took may have been a lock or a stalled network
 COST_FACTOR: Final = 20.0
 
 
@@ -66,7 +67,8 @@ class Marks:
         last = min(row.priority for row in rows)
         self.places = {priority: (rows[0].now, 0) for priority in rows[0].levels if priority > last}
         self.advance(rows)
-        self.next_walk = time.monotonic() + max(SHORTEST_INTERVAL, COST_FACTOR * cost)
+        interval = min(max(SHORTEST_INTERVAL, COST_FACTOR * cost), LONGEST_INTERVAL)
+        self.next_walk = time.monotonic() + interval
 
     def behind(self, priority: int, run_at: datetime | None) -> bool:
         """Tell whether a job that this process makes claimable would be overtaken; `run_at` None means now."""

@@ -23,15 +23,16 @@ __all__ = ["AsyncRunner", "Runner", "is_transient"]
 T = TypeVar("T")
 
 SERIALIZATION_FAILURE: Final = "40001"
-# Classes of SQLSTATE that pass by themselves: connection, deadlock or serialization, resources, lock, shutdown.
-TRANSIENT_CLASSES: Final = ("08", "40", "53", "55", "57")
+# The beginnings of SQLSTATEs that pass by themselves: connection, read-only (a failover under way), idle timeout,
+# deadlock or serialization, resources, lock, shutdown.
+TRANSIENT: Final = ("08", "25006", "25P03", "40", "53", "55", "57")
 
 
 def is_transient(error: Exception) -> bool:
     """Tell whether a loop should try again later: the server is away, restarting, or out of something."""
     state = sqlstate(error)
     if state is not None:
-        return state.startswith(TRANSIENT_CLASSES)
+        return state.startswith(TRANSIENT)
     return isinstance(error, (DBAPIError, OSError, PoolTimeout, asyncio.TimeoutError))
 
 

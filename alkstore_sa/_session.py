@@ -138,15 +138,19 @@ def doom(session: Session, connection: Connection, statement: TextClause, error:
     watch = _watch(session)
     watch.doomed = session.get_nested_transaction() or session.get_transaction()
     watch.lost = str(error)
-    event.listen(connection, "commit", partial(_refuse_doomed, watch.lost))
-    event.listen(connection, "prepare_twophase", partial(_refuse_doomed, watch.lost))
-    event.listen(connection, "commit_twophase", partial(_refuse_doomed, watch.lost))
+    refuse = partial(_refuse_doomed, watch.lost, connection.get_transaction())
+    for name in ("commit", "prepare_twophase", "commit_twophase"):
+        event.listen(connection, name, refuse)
     with suppress(Exception):  # it is there to fail, and an application may translate errors as it likes
         connection.execute(statement)
 
 
-def _refuse_doomed(lost: str, connection: Connection, xid: Any = None, _is_prepared: object = None) -> None:
-    """Raise `LeaseLost` at a commit if the transaction is still the one, or in the savepoint, that was doomed."""
+def _refuse_doomed(
+    lost: str, doomed: object, connection: Connection, xid: Any = None, is_prepared: object = None
+) -> None:
+    """Raise `LeaseLost` at the commit of a doomed transaction, unless a rollback to a savepoint has healed it."""
+    if is_prepared or connection.get_transaction() is not doomed:
+        return
     try:
         connection.execute(PROBE)
     except Exception as failure:

@@ -82,7 +82,7 @@ class PostgresServer:
             driver == "asyncpg"
         ):  # SQLAlchemy hands the options to asyncpg as arguments, and there libpq's sslmode is ssl
             options = [("ssl" if name == "sslmode" else name, value) for name, value in options]
-        query = f"?{urlencode(options)}" if options else ""
+        query = f"?{urlencode(options, safe='/')}" if options else ""
         return f"postgresql+{driver}://{parts.netloc}/{quote(database, safe='')}{query}"
 
     def stop(self) -> None:
@@ -168,8 +168,9 @@ def start(*, durable: bool = True, binaries: Binaries | None = None, settings: M
     """Start a throw-away server with data of its own in a temporary folder.
 
     Args:
-        durable: False gives up fsync, synchronous commits and full pages: faster, and a crash of the machine
-            (not of the server) may lose data.
+        durable: False gives up fsync, synchronous commits and full pages, and keeps the data in memory (/dev/shm)
+            where that has 4 GiB free and TMPDIR does not say otherwise: faster, and a crash of the machine (not of
+            the server) may lose data.
         binaries: the programs to use; by default `find_binaries` finds them.
         settings: server settings by name, over those of this module.
 
@@ -179,7 +180,8 @@ def start(*, durable: bool = True, binaries: Binaries | None = None, settings: M
     """
     chosen = find_binaries() if binaries is None else binaries
     _refuse_windows()
-    return LocalServer(_embedded_cluster.Cluster(chosen.bin_dir, _settings(settings, durable=durable)), chosen.source)
+    cluster = _embedded_cluster.Cluster(chosen.bin_dir, _settings(settings, durable=durable), in_memory=not durable)
+    return LocalServer(cluster, chosen.source)
 
 
 def provide(*, dsn: str | None = None, durable: bool = True, containers: bool = False) -> PostgresServer:

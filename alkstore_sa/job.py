@@ -144,6 +144,14 @@ class JobHandle(ClaimedJob[T]):
         self._end()
         return state
 
+    async def retry_if_rolled_back(self, error: BaseException | str | None = None) -> None:
+        """Retry a job whose `ack_tx` may have been rolled back, by the very error that is given here.
+
+        Where that transaction was committed, or is still open, nothing is done; a later rollback leaves the job to its
+        lease.
+        """
+        await self._runner.run(self._core.retry_if_free(self._held, error, self._backoff_base, self.attempts))
+
     async def fail(self, error: BaseException | str | None = None) -> None:
         """Move the job to dead now, with `error` as its `last_error`.
 
@@ -238,6 +246,10 @@ class SyncJobHandle(ClaimedJob[T]):
         state = self._runner.run(self._core.retry(self._held, error, delay, self._backoff_base, self.attempts))
         self._end()
         return state
+
+    def retry_if_rolled_back(self, error: BaseException | str | None = None) -> None:
+        """Retry a job whose `ack_tx` may have been rolled back: see `JobHandle.retry_if_rolled_back`."""
+        self._runner.run(self._core.retry_if_free(self._held, error, self._backoff_base, self.attempts))
 
     def fail(self, error: BaseException | str | None = None) -> None:
         """Move the job to dead now: see `JobHandle.fail`."""

@@ -6,7 +6,6 @@ A helper over queues: the messages are jobs of a queue that only the outbox can 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import functools
 import inspect
@@ -24,7 +23,7 @@ from alkstore_sa.errors import LeaseLost
 from alkstore_sa.queue import Queue, SyncQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from typing_extensions import Unpack
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from alkstore_sa._runner import AsyncRunner, Runner
     from alkstore_sa._stop import StopToken
     from alkstore_sa._types import AnySession, OutboxOptions, QueueStats
-    from alkstore_sa.job import ClaimedJob, JobHandle, SyncJobHandle, ThreadJobHandle
+    from alkstore_sa.job import JobHandle, SyncJobHandle, ThreadJobHandle
     from alkstore_sa.models import JobTable
 
 __all__ = ["OUTBOX_DEFAULTS", "Delivery", "Outbox", "SyncDelivery", "SyncOutbox"]
@@ -125,7 +124,7 @@ class Outbox(_OutboxDoor):
         (jobs, buried) = await self._queue.claim_or_bury(worker_id)
         for claimed in jobs:
             job = claimed.for_thread()
-            await _finish(job, await _attempt(job, delivery, None))
+            await _finish(job, await _attempt(job, delivery, None, _is_being_cancelled))
         return bool(jobs or buried)
 
     async def run(
@@ -194,8 +193,10 @@ class SyncOutbox(_OutboxDoor):
             _refuse_generator(result)
             if inspect.isawaitable(result):
                 _run_to_end(result)
-        except Exception as error:  # noqa: BLE001  (whatever a delivery raises means: not delivered)
-            with _unless_finished(job):
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  (whatever it raises means: not delivered)
+            if job.finished:
+                job.retry_if_rolled_back(error)
+            else:
                 job.retry(error)
         else:
             if not job.finished:
@@ -236,8 +237,11 @@ def _refuse_generator(result: object) -> None:
 
 
 async def _attempt(
-    job: ThreadJobHandle[Any], delivery: Delivery, threads: ThreadPoolExecutor | None
-) -> Exception | None:
+    job: ThreadJobHandle[Any],
+    delivery: Delivery,
+    threads: ThreadPoolExecutor | None,
+    is_being_cancelled: Callable[[], bool],
+) -> BaseException | None:
     """Call the delivery; return what it raised, None if it has delivered. Plain functions run in `threads`."""
     try:
         if is_async_callable(delivery):
@@ -246,44 +250,43 @@ async def _attempt(
             call = functools.partial(_call_in_thread, contextvars.copy_context(), delivery, job)
             result, error = await asyncio.get_running_loop().run_in_executor(threads, call)
             if error is not None:
-                raise error  # noqa: TRY301  (where it would have been raised without the thread)
+                return error
         _refuse_generator(result)
         if inspect.isawaitable(result):
             await result
+    except asyncio.CancelledError as error:
+        if is_being_cancelled():
+            raise
+        return error  # something within the delivery was cancelled, not this task
     except Exception as error:  # noqa: BLE001  (whatever a delivery raises means: not delivered)
         return error
     return None
 
 
-async def _finish(job: ThreadJobHandle[Any], error: Exception | None) -> None:
-    """Store the outcome of a delivery, unless the delivery has ended the job itself.
+def _is_being_cancelled() -> bool:
+    """Tell whether somebody has cancelled the current task; before Python 3.11 a task does not say, so it may be."""
+    cancelling: Callable[[], int] | None = getattr(asyncio.current_task(), "cancelling", None)
+    return cancelling is None or cancelling() > 0
 
-    After an error the row decides whether it has: an `ack_tx` may have been rolled back by that very error.
-    """
-    if error is not None:
-        with _unless_finished(job):
-            await job.retry(error)
-    elif not job.finished:
+
+async def _finish(job: ThreadJobHandle[Any], error: BaseException | None) -> None:
+    """Store the outcome of a delivery, unless the delivery has ended the job itself."""
+    if job.finished:
+        if error is not None:
+            await job.retry_if_rolled_back(error)
+    elif error is not None:
+        await job.retry(error)
+    else:
         await job.ack()
-
-
-@contextlib.contextmanager
-def _unless_finished(job: ClaimedJob[Any]) -> Generator[None]:
-    """Let `LeaseLost` pass where the delivery itself has ended the claim."""
-    try:
-        yield
-    except LeaseLost:
-        if not job.finished:
-            raise
 
 
 def _call_in_thread(
     context: contextvars.Context, delivery: Delivery, job: ThreadJobHandle[Any]
-) -> tuple[Any, Exception | None]:
+) -> tuple[Any, BaseException | None]:
     """Return what the delivery returns and what it raises; a future could not carry a StopIteration."""
     try:
         return context.run(delivery, job), None
-    except Exception as error:  # noqa: BLE001  (raised again on the event loop)
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  (raised again on the event loop)
         return None, error
 
 
@@ -299,6 +302,7 @@ class _DeliveryLoop:
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._stopping = False
+        self._cancelling = False
         self._running: set[asyncio.Task[None]] = set()
         self._reconnect = FIRST_RECONNECT
         self._fruitless = 0
@@ -326,6 +330,7 @@ class _DeliveryLoop:
             if self._failure is not None:
                 raise self._failure
         finally:
+            self._cancelling = True
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
@@ -373,12 +378,12 @@ class _DeliveryLoop:
     async def _deliver_one(self, claimed: JobHandle[Any]) -> None:
         job = claimed.for_thread()
         try:
-            error = await _attempt(job, self._delivery, self._threads)
+            error = await _attempt(job, self._delivery, self._threads, lambda: self._cancelling)
             await self._store(job, error)
         except LeaseLost as lost:
             logger.warning("outbox %s: %s", self._queue.name, lost)
 
-    async def _store(self, job: ThreadJobHandle[Any], error: Exception | None) -> None:
+    async def _store(self, job: ThreadJobHandle[Any], error: BaseException | None) -> None:
         """Store the outcome of a delivery, with some patience for a server that is away.
 
         A message that was delivered but cannot be acknowledged is delivered again, so it is worth a few seconds.

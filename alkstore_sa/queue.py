@@ -98,7 +98,8 @@ class Queue(_QueueDoor, Generic[T]):
         They come in the order of priority (higher first), `run_at`, id. Fewer than `n` means that the whole queue was
         looked through. Each claim uses up an attempt; a job without one left is never handed out. No job is handed out
         twice while a lease lasts. A job that becomes claimable behind the place that claims have reached (it committed
-        late, or its lease lapsed) may be overtaken for `max(1 s, 20 x the time of a claim from the head)`.
+        late, or its lease lapsed) may be overtaken for 20 times what a claim from the head takes, held between 1 and 3
+        seconds.
 
         A job whose payload does not decode is moved to dead and not returned.
         """

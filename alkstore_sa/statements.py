@@ -132,7 +132,7 @@ ACK: Final = "DELETE FROM {job} WHERE {held} RETURNING id"
 RETRY: Final = """
 WITH target AS MATERIALIZED (
     SELECT job.id, job.attempts < job.max_attempts AS again FROM {job} AS job
-    WHERE job.id = :id AND job.lease = :lease FOR UPDATE
+    WHERE job.id = :id AND job.lease = :lease FOR UPDATE {skip_locked}
 ), again AS (
     UPDATE {job} AS job SET
         state = 'pending',
@@ -163,7 +163,7 @@ RETURNING id"""
 # Back to pending as if never claimed.
 RELEASE: Final = """
 UPDATE {job} SET
-    state = 'pending', attempts = attempts - 1, lease = NULL, lease_expires_at = NULL, worker_id = NULL
+    state = 'pending', attempts = greatest(attempts - 1, 0), lease = NULL, lease_expires_at = NULL, worker_id = NULL
 WHERE {held}
 RETURNING id"""
 
@@ -315,7 +315,8 @@ class Statements:
         self.claim_from_head: TextClause = self._build(CLAIM_FROM_HEAD)
         self.claim_from_marks: TextClause = self._build(CLAIM_FROM_MARKS)
         self.ack: TextClause = self._build(ACK)
-        self.retry: TextClause = self._build(RETRY)
+        self.retry: TextClause = self._build(RETRY, skip_locked="")
+        self.retry_if_free: TextClause = self._build(RETRY, skip_locked="SKIP LOCKED")
         self.fail: TextClause = self._build(FAIL)
         self.release: TextClause = self._build(RELEASE)
         self.heartbeat: TextClause = self._build(HEARTBEAT)

@@ -82,8 +82,12 @@ def _require(operations: Operations, schema: str, *versions: int) -> None:
 
 
 def _execute(operations: Operations, statements: list[str]) -> None:
+    context = operations.get_context()
     for statement in statements:
-        operations.execute(text(_escape(statement)))
+        if context.as_sql:  # as it is: compiling it would double each % where the environment's paramstyle needs that
+            context.impl.static_output(statement + context.impl.command_terminator)
+        else:
+            operations.execute(text(_escape(statement)))
 
 
 def _escape(sql: str) -> str:

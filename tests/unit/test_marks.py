@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, strategies as st
 
-from alkstore_sa._marks import COST_FACTOR, SHORTEST_INTERVAL, Marks
+from alkstore_sa._marks import COST_FACTOR, LONGEST_INTERVAL, SHORTEST_INTERVAL, Marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,8 +85,17 @@ def test_marks_hold_for_a_second_and_no_longer(marks: Marks, clock: Clock) -> No
 
 def test_after_a_costly_walk_marks_hold_for_twenty_times_its_cost(clock: Clock) -> None:
     marks = Marks()
-    marks.walked([Row(1, -5)], 1, 0.5)
-    clock.now += 0.5 * COST_FACTOR - 0.01
+    marks.walked([Row(1, -5)], 1, 0.125)
+    clock.now += 0.125 * COST_FACTOR - 0.01
+    assert marks.usable()
+    clock.now += 0.01
+    assert not marks.usable()
+
+
+def test_after_a_walk_that_had_to_wait_marks_hold_for_three_seconds_and_no_longer(clock: Clock) -> None:
+    marks = Marks()
+    marks.walked([Row(1, -5)], 1, 60.0)
+    clock.now += LONGEST_INTERVAL - 0.01
     assert marks.usable()
     clock.now += 0.01
     assert not marks.usable()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 from support.rows import job_row
@@ -82,3 +83,34 @@ def test_a_sync_delivery_whose_acknowledging_transaction_failed_is_retried_with_
     row = job_row(sql, message_id, table="dead")
     assert row is not None
     assert (row["reason"], row["last_error"]) == ("exhausted", "ValueError: the order is gone")
+
+
+async def test_a_delivery_that_fails_with_its_acknowledging_transaction_open_does_not_wait_for_it(
+    store: Store, engine: AsyncEngine
+) -> None:
+    outbox = store.outbox("mail")
+    await outbox.enqueue("x")
+
+    async with AsyncSession(engine) as session:
+
+        async def deliver(job: Any) -> None:
+            await job.ack_tx(session)
+            raise ValueError("the order is gone")
+
+        assert await asyncio.wait_for(outbox.run_once("w", deliver), 5)
+
+
+def test_a_sync_delivery_that_fails_with_its_acknowledging_transaction_open_does_not_wait_for_it(
+    sync_store: SyncStore, sync_engine: Engine
+) -> None:
+    outbox = sync_store.outbox("mail")
+    outbox.enqueue("x")
+    with Session(sync_engine) as session:
+        session.execute(text("SET LOCAL idle_in_transaction_session_timeout = '5s'"))  # the server ends a deadlock
+
+        def deliver(job: Any) -> None:
+            job.ack_tx(session)
+            raise ValueError("the order is gone")
+
+        assert outbox.run_once("w", deliver)
+        assert session.scalar(text("SELECT 1")) == 1

@@ -69,6 +69,40 @@ def test_an_outer_two_phase_transaction_is_doomed_too(sync_store: SyncStore, oth
             transaction.commit()
 
 
+def test_a_two_phase_session_commits_once_its_doomed_savepoint_is_rolled_back(
+    sync_store: SyncStore, sync_engine: Engine, sql: Sql
+) -> None:
+    job = lost_claim(sync_store)
+    try:
+        with Session(sync_engine, twophase=True) as session:
+            savepoint = session.begin_nested()
+            with pytest.raises(LeaseLost):
+                job.ack_tx(session)
+            savepoint.rollback()
+            sync_store.queue("q").enqueue_tx(session, 1)
+            session.commit()
+        assert sql.execute("SELECT count(*) FROM alkstore.job").fetchone() == (1,)
+    finally:
+        prepared = sql.execute("SELECT gid FROM pg_prepared_xacts WHERE database = current_database()").fetchall()
+        for (gid,) in prepared:  # the database could not be dropped
+            sql.execute(f"ROLLBACK PREPARED '{gid}'".encode())
+
+
+def test_a_later_transaction_of_a_once_doomed_connection_is_not_taken_for_lost(
+    sync_store: SyncStore, other_engine: Engine
+) -> None:
+    job = lost_claim(sync_store)
+    with other_engine.connect() as connection:
+        doomed = connection.begin()
+        with Session(connection) as session, pytest.raises(LeaseLost):
+            job.ack_tx(session)
+        doomed.rollback()
+        later = connection.begin()
+        with pytest.raises(DBAPIError):
+            connection.execute(text("SELECT 1 / 0"))
+        later.commit()  # what PostgreSQL and SQLAlchemy make of it is no affair of the engine's
+
+
 def test_a_session_that_takes_over_anothers_info_is_watched_like_any(
     sync_store: SyncStore, sync_engine: Engine, other_engine: Engine, sql: Sql
 ) -> None:
