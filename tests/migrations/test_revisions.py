@@ -12,7 +12,6 @@ from support.revisions import Application
 from alkstore_sa import SchemaMismatch, migrations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from support.databases import Database, Databases
@@ -32,19 +31,6 @@ WAYS = {
 }
 ORDERS = "op.create_table('orders', sa.Column('id', sa.Integer, primary_key=True))"
 FAIL = "op.execute('SELECT 1 / 0')"
-
-
-@pytest.fixture
-def empty(databases: Databases) -> Iterator[Database]:
-    database = databases.create()
-    yield database
-    databases.drop(database)
-
-
-@pytest.fixture
-def look(empty: Database) -> Iterator[Sql]:
-    with psycopg.connect(empty.dsn, autocommit=True) as connection:
-        yield connection
 
 
 @pytest.fixture

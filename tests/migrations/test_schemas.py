@@ -38,20 +38,6 @@ LATEST = migrations.LATEST
 
 
 @pytest.fixture
-def empty(databases: Databases) -> Iterator[Database]:
-    """A database without the engine's tables."""
-    database = databases.create()
-    yield database
-    databases.drop(database)
-
-
-@pytest.fixture
-def look(empty: Database) -> Iterator[Sql]:
-    with psycopg.connect(empty.dsn, autocommit=True) as connection:
-        yield connection
-
-
-@pytest.fixture
 def role(empty: Database) -> Iterator[str]:
     yield from make_role(empty)
 

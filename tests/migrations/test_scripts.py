@@ -12,17 +12,9 @@ from support.revisions import Application
 from alkstore_sa import migrations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-    from support.databases import Database, Databases
-
-
-@pytest.fixture
-def empty(databases: Databases) -> Iterator[Database]:
-    database = databases.create()
-    yield database
-    databases.drop(database)
+    from support.databases import Database
 
 
 @pytest.mark.parametrize("schema", ["100%", "%s %(x)s", "a:b"])

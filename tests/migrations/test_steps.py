@@ -28,20 +28,6 @@ if TYPE_CHECKING:
 LATEST = migrations.LATEST
 
 
-@pytest.fixture
-def empty(databases: Databases) -> Iterator[Database]:
-    """A database without the engine's tables."""
-    database = databases.create()
-    yield database
-    databases.drop(database)
-
-
-@pytest.fixture
-def look(empty: Database) -> Iterator[Sql]:
-    with psycopg.connect(empty.dsn, autocommit=True) as connection:
-        yield connection
-
-
 def up(op: Operations, schema: str = "alkstore") -> None:
     migrations.upgrade(op, to=LATEST, from_=0, schema=schema)
 

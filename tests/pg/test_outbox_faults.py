@@ -10,13 +10,13 @@ from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.ext.asyncio import create_async_engine
 from support.deliveries import Gate, fail, nothing
 from support.roles import acting_as, make_role
-from support.rows import lapse
-from support.waiting import DEADLINE, until
+from support.rows import count as jobs, lapse
+from support.waiting import DEADLINE, finish, until
 
 from alkstore_sa import SchemaMissing, StopToken, Store
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import Iterator
 
     from support.databases import Database
     from support.rows import Sql
@@ -25,26 +25,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def outbox(store: Store) -> Outbox:
-    return store.outbox("orders")
-
-
-@pytest.fixture
-async def stop() -> AsyncIterator[StopToken]:
-    token = StopToken()
-    yield token
-    token.cancel()
-
-
-@pytest.fixture
 def role(database: Database) -> Iterator[str]:
     yield from make_role(database)
-
-
-def jobs(sql: Sql, table: str = "job") -> int:
-    row = sql.execute(f"SELECT count(*) FROM alkstore.{table}".encode()).fetchone()
-    assert row is not None
-    return int(str(row[0]))
 
 
 def terminate_others(sql: Sql, database: Database) -> int:
@@ -55,10 +37,6 @@ def terminate_others(sql: Sql, database: Database) -> int:
             " WHERE datname = current_database() AND pid <> pg_backend_pid()"
         ).fetchall()
     )
-
-
-async def finish(running: asyncio.Task[None]) -> None:
-    await asyncio.wait_for(running, DEADLINE)
 
 
 async def test_errors_of_deliveries_do_not_end_the_loop(outbox: Outbox, stop: StopToken, sql: Sql) -> None:

@@ -8,39 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.deliveries import Gate, fail, nothing
-from support.rows import job_row, lapse
-from support.waiting import DEADLINE, until
-
-from alkstore_sa import StopToken, Store
+from support.rows import count as jobs, job_row, lapse
+from support.waiting import DEADLINE, finish, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from support.rows import Sql
 
-    from alkstore_sa import JobHandle, Outbox
-
-
-@pytest.fixture
-def outbox(store: Store) -> Outbox:
-    return store.outbox("orders")
-
-
-@pytest.fixture
-async def stop() -> AsyncIterator[StopToken]:
-    token = StopToken()
-    yield token
-    token.cancel()
-
-
-def jobs(sql: Sql, table: str = "job") -> int:
-    row = sql.execute(f"SELECT count(*) FROM alkstore.{table}".encode()).fetchone()
-    assert row is not None
-    return int(str(row[0]))
-
-
-async def finish(running: asyncio.Task[None]) -> None:
-    await asyncio.wait_for(running, DEADLINE)
+    from alkstore_sa import JobHandle, Outbox, StopToken, Store
 
 
 async def test_it_delivers_what_is_there_and_what_comes_later(outbox: Outbox, stop: StopToken, sql: Sql) -> None:

@@ -45,3 +45,10 @@ def expire(sql: Sql, *job_ids: int) -> None:
         [list(job_ids)],
     )
     assert moved.rowcount == len(job_ids)
+
+
+def count(sql: Sql, table: str = "job") -> int:
+    """Return how many rows the job or dead table has."""
+    row = sql.execute(f"SELECT count(*) FROM alkstore.{table}".encode()).fetchone()
+    assert row is not None
+    return int(str(row[0]))

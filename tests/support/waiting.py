@@ -18,3 +18,8 @@ async def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition did not become true in time"
         await asyncio.sleep(0.01)
+
+
+async def finish(running: asyncio.Task[None]) -> None:
+    """Wait for a loop that was asked to stop."""
+    await asyncio.wait_for(running, DEADLINE)
