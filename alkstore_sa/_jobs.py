@@ -324,7 +324,7 @@ class QueueCore:
         connection = write_connection(session, self.store.models)
         if held.id not in self.ack([held])(connection):
             error = lease_lost("ack_tx", held.id)
-            doom(session, connection, self._statements.doom, error)
+            doom(session, connection, error)
             raise error
 
     def release(self, held: Sequence[Held]) -> Callable[[Connection], set[int]]:

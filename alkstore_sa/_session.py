@@ -10,22 +10,23 @@ each commit of a session that has carried the engine's rows, through listeners o
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, overload
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import delete, event, inspect, text
+from sqlalchemy import delete, event, inspect
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, object_mapper, scoped_session
 
 from alkstore_sa.errors import BindError, LeaseLost, UnsupportedDialect
 from alkstore_sa.models import JobTable
+from alkstore_sa.statements import DOOM, HAS_WRITTEN, PROBE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
-    from sqlalchemy import Connection, Engine, TextClause
+    from sqlalchemy import Connection, Delete, Engine
     from sqlalchemy.orm import SessionTransaction
 
     from alkstore_sa._types import AnySession, AnySyncSession, AsyncAnySession
@@ -45,9 +46,11 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-HAS_WRITTEN: Final = text("SELECT pg_current_xact_id_if_assigned() IS NOT NULL")
-PROBE: Final = text("SELECT 1")
 IN_FAILED_TRANSACTION: Final = "25P02"
+AUTOCOMMIT: Final = (
+    "the session is in AUTOCOMMIT: a job added in it would be committed even if the rest is not; give the session an"
+    " engine or connection with a transactional isolation level, or use the operation without _tx"
+)
 
 
 class _Watch:
@@ -129,7 +132,7 @@ def read_connection(session: Session, models: Models) -> Connection:
     return session.connection(bind_arguments=_bind_arguments(models))
 
 
-def doom(session: Session, connection: Connection, statement: TextClause, error: LeaseLost) -> None:
+def doom(session: Session, connection: Connection, error: LeaseLost) -> None:
     """See to it that the transaction, or the innermost savepoint, of `session` can only be rolled back.
 
     The server is told by a statement that fails. It would take a COMMIT for a ROLLBACK now, without a word, so the
@@ -142,7 +145,7 @@ def doom(session: Session, connection: Connection, statement: TextClause, error:
     for name in ("commit", "prepare_twophase", "commit_twophase"):
         event.listen(connection, name, refuse)
     with suppress(Exception):  # it is there to fail, and an application may translate errors as it likes
-        connection.execute(statement)
+        connection.execute(DOOM)
 
 
 def _refuse_doomed(
@@ -180,12 +183,6 @@ def require_postgresql(dialect: str) -> None:
         )
 
 
-AUTOCOMMIT: Final = (
-    "the session is in AUTOCOMMIT: a job added in it would be committed even if the rest is not; give the session an"
-    " engine or connection with a transactional isolation level, or use the operation without _tx"
-)
-
-
 def refuse_autocommit(connection: Connection) -> None:
     """Raise `BindError` if `connection` is in AUTOCOMMIT, however it came to be."""
     if getattr(connection.connection.dbapi_connection, "autocommit", False):
@@ -204,7 +201,12 @@ def _unwrap(session: AnySession) -> Session | AsyncSession:
 
 def _bind_arguments(models: Models) -> dict[str, Any]:
     """Return what makes `get_bind` answer with the bind for writes: replica routing looks at the kind of statement."""
-    return {"mapper": inspect(models.Job), "clause": delete(models.Job)}
+    return {"mapper": inspect(models.Job), "clause": _a_write(models)}
+
+
+@cache
+def _a_write(models: Models) -> Delete:
+    return delete(models.Job)
 
 
 def _bind_of(session: Session, models: Models) -> Engine | Connection:

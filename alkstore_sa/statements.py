@@ -19,7 +19,7 @@ from typing import Final
 
 from sqlalchemy import TextClause, text
 
-__all__ = ["MAX_LEVELS", "Statements", "statements_for"]
+__all__ = ["DOOM", "HAS_WRITTEN", "MAX_LEVELS", "PROBE", "Statements", "statements_for"]
 
 MAX_LEVELS: Final = 64
 """How many priorities a claim from the head reports, for later claims to start from."""
@@ -285,8 +285,14 @@ SELECT
 
 VERSION: Final = "SELECT coalesce(max(version), 0) FROM {schema_version}"
 
+# Whether the transaction has anything to commit.
+HAS_WRITTEN: Final = text("SELECT pg_current_xact_id_if_assigned() IS NOT NULL")
+
 # Fails, and so puts the transaction, or the innermost savepoint, into the state that only a rollback leads out of.
-DOOM: Final = 'SELECT 1 / 0 AS "the lease was lost"'
+DOOM: Final = text('SELECT 1 / 0 AS "the lease was lost"')
+
+# Fails in that state.
+PROBE: Final = text("SELECT 1")
 
 
 class Statements:
@@ -331,7 +337,6 @@ class Statements:
         self.sweep_dead, self.sweep_dead_of_queue = self._build_pair(SWEEP_DEAD)
         self.find_version_table: TextClause = text(FIND_VERSION_TABLE)
         self.version: TextClause = self._build(VERSION)
-        self.doom: TextClause = text(DOOM)
 
     def _build(self, template: str, **parts: str) -> TextClause:
         levels = LEVELS.format(**self._parts)
