@@ -54,9 +54,13 @@ class _Isolation(Generic[AnyEngine]):
         """Return the engine for an operation of one statement, or of several that are `atomic`."""
         return self._transactional if atomic else self._single
 
+    def is_transactional(self, engine: AnyEngine) -> bool:
+        """Tell whether what runs on `engine` must be committed; in AUTOCOMMIT it has been, one by one."""
+        return engine is self._transactional
+
     def learns(self, error: DBAPIError, engine: AnyEngine) -> bool:
         """Tell whether to run again, in a transaction, what has failed on `engine`: it has changed nothing."""
-        if engine is self._transactional or sqlstate(error) != SERIALIZATION_FAILURE:
+        if self.is_transactional(engine) or sqlstate(error) != SERIALIZATION_FAILURE:
             return False
         self._single = self._transactional
         return True
@@ -83,7 +87,7 @@ class Runner:
         while True:
             engine = self._isolation.engine(atomic=atomic)
             try:
-                with engine.begin() as connection:
+                with engine.begin() if self._isolation.is_transactional(engine) else engine.connect() as connection:
                     return operation(connection)
             except DBAPIError as error:
                 if not self._isolation.learns(error, engine):
@@ -111,7 +115,9 @@ class AsyncRunner:
         while True:
             engine = self._isolation.engine(atomic=atomic)
             try:
-                async with engine.begin() as connection:
+                async with (
+                    engine.begin() if self._isolation.is_transactional(engine) else engine.connect() as connection
+                ):
                     return await connection.run_sync(operation)
             except DBAPIError as error:
                 if not self._isolation.learns(error, engine):

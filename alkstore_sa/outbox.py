@@ -337,10 +337,11 @@ class _DeliveryLoop:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _fill(self) -> float | None:
-        """Start as many deliveries as there are free slots; return how long to sleep, None until a slot is free."""
+        """Start as many deliveries as there are free slots; return how long to sleep, None until a slot is free.
+
+        There is at least one: the loop sleeps until there is.
+        """
         free = self._concurrency - len(self._running)
-        if not free:
-            return None
         try:
             if self._loop.time() >= self._next_sweep:
                 self._next_sweep = self._loop.time() + SWEEP_INTERVAL

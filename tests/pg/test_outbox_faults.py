@@ -6,6 +6,7 @@ from operator import contains
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import make_url
 from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.ext.asyncio import create_async_engine
 from support.deliveries import Gate, fail, nothing
@@ -184,3 +185,26 @@ async def test_a_message_whose_acknowledgement_met_a_dropped_connection_is_not_d
     await finish(running)
     assert delivered == ["once"]
     assert jobs(sql, "dead") == 0
+
+
+async def test_an_outcome_that_cannot_be_stored_for_seconds_leaves_the_message_to_its_lease(
+    outbox: Outbox, stop: StopToken, sql: Sql, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    await outbox.enqueue("x")
+    delivered: list[Any] = []
+
+    async def deliver(job: JobHandle[Any]) -> None:
+        delivered.append(job.payload)
+        # As on a primary that has become a standby: reads go on, writes fail, and not for good.
+        sql.execute(
+            f'ALTER DATABASE "{make_url(database.dsn).database}" SET default_transaction_read_only = on'.encode()
+        )
+        terminate_others(sql, database)
+
+    running = asyncio.create_task(outbox.run("w", deliver, stop, poll=0.05))
+    await until(lambda: "its lease decides" in caplog.text)
+    assert not running.done()
+    stop.cancel()
+    await finish(running)
+    assert delivered == ["x"]
+    assert sql.execute("SELECT state, attempts FROM alkstore.job").fetchall() == [("processing", 1)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from sqlalchemy import text
 from support.rows import job_row
 
@@ -110,3 +111,16 @@ async def test_a_sync_outbox_runs_an_async_delivery_also_beside_a_running_loop(s
 
     assert outbox.run_once("w", deliver)
     assert delivered == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("end", "state"), [("retry", "pending"), ("release", "pending"), ("ack", None), ("fail", "dead")]
+)
+async def test_a_plain_delivery_ends_the_job_from_its_thread(
+    store: Store, sql: Sql, end: str, state: str | None
+) -> None:
+    outbox = store.outbox("mail")
+    message_id = await outbox.enqueue("x")
+    assert await outbox.run_once("w", lambda job: getattr(job, end)())
+    row = job_row(sql, message_id) or job_row(sql, message_id, table="dead")
+    assert (row and row.get("state", "dead")) == state

@@ -259,3 +259,29 @@ def test_a_payload_is_not_changed_by_being_encoded() -> None:
 def test_an_untyped_namedtuple_is_an_array() -> None:
     pair = namedtuple("pair", "a b")  # noqa: PYI024  (the untyped one is meant)
     assert encode(pair(1, 2)) == "[1,2]"
+
+
+class Markup(str):
+    """Like the markup types of template engines."""
+
+    __slots__ = ()
+
+
+class Meters(float):
+    """Like numpy's floats."""
+
+
+def test_subclasses_of_plain_types_are_encoded_as_what_they_are() -> None:
+    assert JsonCodec().encode([Markup("<b>"), Meters(1.5)]) == '["<b>",1.5]'
+
+
+def test_a_lone_surrogate_that_a_codec_lets_through_is_refused() -> None:
+    class Careless:
+        def encode(self, payload: Any, /) -> str:
+            return f'"{payload}"'
+
+        def decode(self, document: str, into: type[Any], /) -> Any:
+            return document
+
+    with pytest.raises(PayloadError, match="surrogate"):
+        encode_document(Careless(), "\ud800", 100)

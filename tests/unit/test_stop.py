@@ -196,3 +196,14 @@ def test_threads_that_cancel_at_once_call_each_callback_once() -> None:
         for thread in threads:
             thread.join(DEADLINE)
     assert calls == [1]
+
+
+def test_a_thread_without_a_loop_waits_until_another_cancels() -> None:
+    token = StopToken()
+    threading.Timer(0.01, token.cancel).start()
+    assert token.wait_sync(20) is True
+    assert token.wait_sync(20) is True
+
+
+def test_a_thread_without_a_loop_waits_no_longer_than_it_says() -> None:
+    assert StopToken().wait_sync(0.001) is False
