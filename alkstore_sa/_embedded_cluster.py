@@ -40,6 +40,8 @@ SETTINGS: Mapping[str, str] = {
     "lc_messages": "C",
     "jit": "off",  # the majors differ in their default and the builds in whether they have it at all
     "max_wal_size": "256MB",
+    # In the data folder, so that it goes with it: a server that is killed leaves POSIX shared memory behind.
+    "dynamic_shared_memory_type": "mmap",
 }
 
 CAREFREE: Mapping[str, str] = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}

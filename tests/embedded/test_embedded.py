@@ -368,6 +368,14 @@ def test_stop_removes_everything_and_may_be_repeated() -> None:
     server.stop()
 
 
+def test_its_shared_memory_lies_in_its_folder_and_goes_with_it() -> None:
+    with embedded.start(durable=False) as server:
+        assert ask(server.dsn, "show dynamic_shared_memory_type") == "mmap"
+        assert list((server.data_dir / "pg_dynshmem").iterdir())
+        server.kill()
+    assert not server.data_dir.exists()
+
+
 def test_a_block_stops_its_server_when_it_fails() -> None:
     with pytest.raises(KeyError), embedded.start(durable=False) as server:
         raise KeyError
