@@ -1,6 +1,6 @@
 """The rules for arguments, as functions without I/O: names, durations, times, ranges, and the backoff curve.
 
-Every entry point asks here before it talks to the database, so bad input stores nothing (contract sections 1 to 3).
+Every entry point asks here before it talks to the database, so bad input stores nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def check_schema_name(name: str) -> str:
     """Return the name of the schema that holds the engine's tables, or raise `InvalidName` or `ReservedName`.
 
     It must be the engine's own: in a schema shared with the application, Alembic's autogenerate would take
-    the engine's tables for dropped tables of the application (contract section 1).
+    the engine's tables for dropped tables of the application.
     """
     if not name or "\0" in name or not is_encodable(name) or len(name.encode()) > MAX_SCHEMA_NAME_BYTES:
         raise InvalidName(f"schema {name!r}: a schema name has 1 to {MAX_SCHEMA_NAME_BYTES} bytes and no NUL")
@@ -152,7 +152,7 @@ def is_bigint(value: int) -> bool:
 
 
 def backoff_delay(base: timedelta, attempts: int) -> timedelta:
-    """Draw the delay before the next attempt: exponential, with equal jitter (contract section 3).
+    """Draw the delay before the next attempt: exponential, with equal jitter.
 
     With `d = min(base * 2**(attempts - 1), 1 hour)` the delay is uniform in `[d/2, d]`. The doubling stops as soon as
     it has reached the hour, so no attempt number overflows.

@@ -77,7 +77,7 @@ class ClaimedJob(Generic[T]):
         """Finish the job in the session's transaction: its database effects and its completion commit together.
 
         For an async session it returns an awaitable, and nothing happens until that is awaited. Rolling the session (or
-        the innermost savepoint) back brings the job back under its lease (contract section 3).
+        the innermost savepoint) back brings the job back under its lease (docs/guide.md, Sessions).
 
         Raises:
             LeaseLost: this claim is over. The transaction, or the innermost savepoint, is then good for a rollback

@@ -1,6 +1,6 @@
 """The outbox: messages that commit with the caller's transaction and are then delivered, at least once, by a callable.
 
-A helper over queues: the messages are jobs of a queue that only the outbox can name (contract section 6).
+A helper over queues: the messages are jobs of a queue that only the outbox can name (docs/guide.md, Deliveries).
 """
 
 from __future__ import annotations

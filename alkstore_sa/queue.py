@@ -45,7 +45,7 @@ class _QueueDoor:
         return self._core.name
 
     def enqueue_tx(self, session: AnySession, payload: Any, **options: Unpack[EnqueueOptions]) -> JobTable:
-        """Add a job to the session's transaction: it commits with it, or never existed (contract section 3).
+        """Add a job to the session's transaction: it commits with it, or never existed (docs/guide.md, Sessions).
 
         There is no I/O and nothing to await, for sync and async sessions alike: the pending `Job` joins the session's
         unit of work and is inserted by its next flush. `job.id` is there after the flush and stays readable after the

@@ -192,7 +192,7 @@ class Store(_StoreDoor):
 
         These are the jobs whose `expires_at` has passed and those without an attempt left, as far as no live lease
         holds them. It goes in portions of 1000, each atomic, and skips rows that another transaction has locked, so any
-        number of processes may sweep at once (contract section 3).
+        number of processes may sweep at once (docs/guide.md, Dead jobs).
         """
         return await sweep_all(self._runner, self._core, sweep(self._core))
 
