@@ -262,10 +262,12 @@ class QueueCore:
                 while not complete and len(claims) < n:
                     complete = True
                     for rows in self._claim_rows(connection, worker_id, n - len(claims)):
-                        decoded = [claim for row in rows if (claim := self._decode_or_bury(connection, row))]
+                        decoded, undecodable = self._decode(rows)
                         claims += decoded
-                        buried += len(rows) - len(decoded)
-                        complete = complete and len(decoded) == len(rows)
+                        buried += len(undecodable)
+                        for held, error in undecodable:
+                            self._bury(connection, held, error)
+                        complete = complete and not undecodable
             claims.sort(key=lambda claim: (-claim.row.priority, claim.row.run_at, claim.row.id))
             return Claims(claims, buried)
 
@@ -286,24 +288,28 @@ class QueueCore:
             marks.walked(rows, n, time.monotonic() - begun)
             yield rows
 
-    def _decode_or_bury(self, connection: Connection, row: Any) -> Claim | None:
-        """Return the claim of a row; or, where its payload or headers do not decode, move that job to dead."""
-        try:
-            payload = self.codec.decode(row.payload, self.payload_type)
-            headers = self.store.header_codec.decode(row.headers, dict[str, Any])
-        except Exception as error:  # noqa: BLE001  (whatever a codec raises must not cost the other jobs their claim)
-            self._bury(connection, Held(row.id, row.lease), error)
-            return None
-        return Claim(row, payload, headers)
+    def _decode(self, rows: Iterable[Any]) -> tuple[list[Claim], list[tuple[Held, Exception]]]:
+        """Return the claims of rows whose payload and headers decode, and what is wrong with the others."""
+        decoded: list[Claim] = []
+        undecodable: list[tuple[Held, Exception]] = []
+        for row in rows:
+            try:
+                payload = self.codec.decode(row.payload, self.payload_type)
+                headers = self.store.header_codec.decode(row.headers, dict[str, Any])
+            except Exception as error:  # noqa: BLE001  (whatever a codec raises must not cost the other jobs their claim)
+                undecodable.append((Held(row.id, row.lease), error))
+            else:
+                decoded.append(Claim(row, payload, headers))
+        return decoded, undecodable
 
     def _bury(self, connection: Connection, held: Held, error: Exception) -> None:
-        """Move a job that does not decode to dead; where that fails, leave it to its lease."""
+        """Move a job that does not decode to dead; where the server refuses that, leave it to its lease."""
         try:
             self.fail(held, error, "undecodable")(connection)
         except LeaseLost:
             pass  # another claim has it already, and will come to the same end
         except DBAPIError as failure:
-            if not _is_autocommit(connection):
+            if failure.connection_invalidated or not _is_autocommit(connection):
                 raise
             logger.warning(
                 "job %d of %s does not decode and could not be moved to dead: %s", held.id, self.name, failure

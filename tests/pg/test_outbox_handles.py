@@ -124,3 +124,9 @@ async def test_a_plain_delivery_ends_the_job_from_its_thread(
     assert await outbox.run_once("w", lambda job: getattr(job, end)())
     row = job_row(sql, message_id) or job_row(sql, message_id, table="dead")
     assert (row and row.get("state", "dead")) == state
+
+
+def test_a_sync_outbox_counts_its_messages(sync_store: SyncStore) -> None:
+    outbox = sync_store.outbox("mail")
+    outbox.enqueue_many([1, 2])
+    assert (outbox.stats().pending, outbox.stats().due) == (2, 2)

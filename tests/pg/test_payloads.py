@@ -393,3 +393,11 @@ async def test_jobs_are_found_by_what_is_in_their_payload(store: Store, engine: 
         found = (await session.scalars(select(Job).where(condition).order_by(Job.id))).all()
     assert [job.id for job in found] == [ids[place] for place in places]
     assert [job.payload for job in found] == [PAYLOADS[place] for place in places]
+
+
+async def test_a_payload_can_be_written_into_sql_text(store: Store, engine: AsyncEngine) -> None:
+    await store.queue("q").enqueue({"it's": [1, None]})
+    query = select(Job.id).where(Job.payload == {"it's": [1, None]})
+    text = str(query.compile(dialect=engine.dialect, compile_kwargs={"literal_binds": True}))
+    async with engine.connect() as connection:
+        assert len((await connection.exec_driver_sql(text)).all()) == 1

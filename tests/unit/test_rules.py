@@ -211,3 +211,11 @@ def test_an_exception_without_a_message_is_stored_as_its_type() -> None:
 def test_a_string_is_stored_as_it_is_and_nothing_as_nothing() -> None:
     assert error_text("bounced") == "bounced"
     assert error_text(None) is None
+
+
+@pytest.mark.parametrize(
+    "moment", [datetime(1, 1, 1, tzinfo=timezone.utc), datetime(9999, 12, 31, tzinfo=timezone.utc)]
+)
+def test_a_time_at_either_end_of_the_type_is_refused(moment: datetime) -> None:
+    with pytest.raises(ValueError, match="lies between"):
+        check_time(moment, "run_at")
