@@ -1,4 +1,4 @@
-"""Durable background work for SQLAlchemy on PostgreSQL: queues and an outbox in the application's own database.
+"""Durable background work for SQLAlchemy on PostgreSQL: queues, outbox and streams in the application's database.
 
 outbox = store.outbox("orders")
 session.add(order)
@@ -7,6 +7,7 @@ outbox.enqueue_tx(session, {"order": order.number})  # commits with the order, o
 
 from __future__ import annotations
 
+from alkstore_sa._channels import RECONNECTED
 from alkstore_sa._stop import StopToken
 from alkstore_sa._types import EnqueueOptions, JobSnapshot, JobState, OutboxOptions, QueueStats
 from alkstore_sa.codec import Codec, JsonCodec
@@ -28,18 +29,23 @@ from alkstore_sa.errors import (
     UnsupportedDialect,
 )
 from alkstore_sa.job import ClaimedJob, JobHandle, SyncJobHandle, ThreadJobHandle
-from alkstore_sa.models import DeadJob, Job, Models, models_for
+from alkstore_sa.listen import Notification, Notifications
+from alkstore_sa.models import DeadJob, Job, Models, StreamEvent, StreamOffset, models_for
 from alkstore_sa.outbox import Outbox, SyncOutbox
 from alkstore_sa.queue import Queue, SyncQueue
 from alkstore_sa.store import Store, SyncStore
+from alkstore_sa.stream import ConsumedEvent, Event, Stream, SyncStream
 
 __all__ = [
+    "RECONNECTED",
     "AlkstoreError",
     "BindError",
     "ClaimedJob",
     "Codec",
+    "ConsumedEvent",
     "DeadJob",
     "EnqueueOptions",
+    "Event",
     "InvalidName",
     "InvalidSpec",
     "Job",
@@ -53,6 +59,8 @@ __all__ = [
     "LockHeld",
     "LockLost",
     "Models",
+    "Notification",
+    "Notifications",
     "Outbox",
     "OutboxOptions",
     "PayloadError",
@@ -64,10 +72,14 @@ __all__ = [
     "SchemaMissing",
     "StopToken",
     "Store",
+    "Stream",
+    "StreamEvent",
+    "StreamOffset",
     "SyncJobHandle",
     "SyncOutbox",
     "SyncQueue",
     "SyncStore",
+    "SyncStream",
     "ThreadJobHandle",
     "UnsupportedDialect",
     "models_for",

@@ -1,11 +1,14 @@
-"""What the two stores share: the schema's models and statements, the codec, the marks, and the check of the schema."""
+"""What both stores share: the models and statements, the codec, the marks, the wakes, the check of the schema."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
+from alkstore_sa._channels import wake_channel
+from alkstore_sa._hub import Hub
 from alkstore_sa._marks import Marks
 from alkstore_sa._rules import check_count
+from alkstore_sa._waker import Announcement, Waker
 from alkstore_sa.codec import JsonCodec
 from alkstore_sa.errors import BindError, ReservedName, SchemaMismatch, SchemaMissing
 from alkstore_sa.models import SCHEMA_VERSION, models_for
@@ -40,6 +43,8 @@ class StoreCore:
         self.codec: Codec = codec or JsonCodec()
         self.header_codec: Codec = JsonCodec()
         self.max_payload_bytes: int = check_count(max_payload_bytes, "max_payload_bytes")
+        self.hub: Hub = Hub()
+        self.waker: Waker = Waker(self.hub.wake)
         self._checked: bool = False
         self._marks: dict[str, Marks] = {}
 
@@ -51,6 +56,10 @@ class StoreCore:
                 self._marks = {}
             marks = self._marks[queue] = Marks()
         return marks
+
+    def announcement(self, kind: Literal["queue", "stream"], name: str) -> Announcement:
+        """Return what wakes the consumers of a queue or stream."""
+        return Announcement(self.waker, wake_channel(self.schema, kind, name))
 
     def checked(self, operation: Callable[[Connection], T]) -> Callable[[Connection], T]:
         """Return `operation`, preceded by the check of the schema as long as none has passed."""

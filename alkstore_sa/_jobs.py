@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from sqlalchemy import func
 from sqlalchemy.exc import DBAPIError
 
+from alkstore_sa._insertion import Insertion
 from alkstore_sa._rules import (
     Duration,
     backoff_delay,
@@ -36,11 +37,12 @@ from alkstore_sa.errors import LeaseLost, PayloadError
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
-    from sqlalchemy import Connection, TextClause
+    from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
     from alkstore_sa._core import StoreCore
     from alkstore_sa._types import AnySession
+    from alkstore_sa._waker import Announcement
     from alkstore_sa.codec import Codec
     from alkstore_sa.models import JobTable
 
@@ -48,7 +50,6 @@ __all__ = [
     "Claim",
     "Claims",
     "Held",
-    "Insertion",
     "JobDefaults",
     "QueueCore",
     "Renewal",
@@ -57,10 +58,6 @@ __all__ = [
     "sweep",
     "sweep_dead",
 ]
-
-# One statement of enqueue_many carries at most this much; more goes in several of one transaction.
-ROWS_PER_INSERT: Final = 100_000
-BYTES_PER_INSERT: Final = 128 * 1024 * 1024
 
 SWEEP_PORTION: Final = 1000
 
@@ -130,28 +127,6 @@ class _Stamp:
     backoff_base: timedelta
 
 
-@dataclass(frozen=True)
-class Insertion:
-    """The operation that inserts jobs; it needs a transaction around it where one statement cannot carry them all."""
-
-    statement: TextClause
-    parameters: dict[str, Any]
-    portions: tuple[list[str], ...]
-
-    @property
-    def atomic(self) -> bool:
-        """Tell whether there is more than one statement."""
-        return len(self.portions) > 1
-
-    def __call__(self, connection: Connection) -> list[int]:
-        """Insert the jobs and return their ids."""
-        return [
-            job_id
-            for documents in self.portions
-            for job_id in connection.scalars(self.statement, self.parameters | {"payloads": documents})
-        ]
-
-
 class QueueCore:
     """One queue of one store: its name, its defaults, and the operations on its jobs."""
 
@@ -160,6 +135,7 @@ class QueueCore:
     ) -> None:
         self.store = store
         self.name = name
+        self.announcement: Announcement = store.announcement("queue", name)
         self.codec: Codec = codec or store.codec
         self.payload_type = payload_type
         self._defaults = defaults
@@ -170,15 +146,16 @@ class QueueCore:
     def enqueue(self, payloads: Iterable[Any], options: EnqueueOptions) -> Insertion:
         """Return the operation that inserts a job for each payload and returns their ids in the same order."""
         stamp = self._stamp(options)
-        portions = tuple(_portions(self._encode(payload) for payload in payloads))
+        parameters = vars(stamp) | {"delay": stamp.delay or timedelta(0)}
+        insertion = Insertion.of(self._statements.enqueue, parameters, map(self._encode, payloads))
         self._expect(stamp)
-        return Insertion(self._statements.enqueue, vars(stamp) | {"delay": stamp.delay or timedelta(0)}, portions)
+        return insertion
 
     def enqueue_tx(self, session: AnySession, payloads: Iterable[Any], options: EnqueueOptions) -> list[JobTable]:
         """Add a pending job for each payload to the session's unit of work."""
         stamp = self._stamp(options)
         jobs = [self._new_row(stamp, self._encode(payload)) for payload in payloads]
-        add_rows(session, self.store.models, jobs)
+        add_rows(session, self.store.models, jobs, self.announcement)
         self._expect(stamp)
         return jobs
 
@@ -519,17 +496,3 @@ def _span(seconds: float | None) -> timedelta | None:
 
 def _arrays(held: Sequence[Held]) -> dict[str, list[int]]:
     return {"ids": [job.id for job in held], "leases": [job.lease for job in held]}
-
-
-def _portions(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Cut documents into the portions that one statement each carries."""
-    portion: list[str] = []
-    size = 0
-    for document in documents:
-        if portion and (len(portion) == ROWS_PER_INSERT or size + len(document) > BYTES_PER_INSERT):
-            yield portion
-            portion, size = [], 0
-        portion.append(document)
-        size += len(document)
-    if portion:
-        yield portion

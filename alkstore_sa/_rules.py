@@ -21,11 +21,14 @@ __all__ = [
     "check_count",
     "check_duration",
     "check_name",
+    "check_offset",
     "check_priority",
     "check_schema_name",
+    "check_text",
     "check_time",
     "error_text",
     "is_bigint",
+    "is_encodable",
     "outbox_queue_name",
     "storable_text",
 ]
@@ -139,6 +142,20 @@ def check_attempts(value: object) -> int:
 def check_priority(value: object) -> int:
     """Return `priority` if it fits a `smallint`, else raise `ValueError`."""
     return check_integer(value, "priority", SMALLINT[0], SMALLINT[-1])
+
+
+def check_offset(value: object, what: str) -> int:
+    """Return a place in a stream, or a number of places, from 0 on, else raise `ValueError`."""
+    return check_integer(value, what, 0, BIGINT[-1])
+
+
+def check_text(value: object, what: str) -> str | None:
+    """Return a text that a column can hold, or None, else raise `ValueError`."""
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{what}={value!r}: needs a str, not {type(value).__name__}")
+    if value is not None and ("\0" in value or not is_encodable(value)):
+        raise ValueError(f"{what}={value!r}: PostgreSQL stores no NUL and no lone surrogate")
+    return value
 
 
 def check_count(value: object, what: str) -> int:

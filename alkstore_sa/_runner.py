@@ -6,36 +6,25 @@ it. A single statement needs no transaction around it and is sent in AUTOCOMMIT,
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import DBAPIError, TimeoutError as PoolTimeout
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from alkstore_sa._session import refuse_autocommit, require_postgresql, sqlstate
+from alkstore_sa._failures import sqlstate
+from alkstore_sa._session import refuse_autocommit, require_postgresql
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["AsyncRunner", "Runner", "is_transient"]
+    from alkstore_sa._waker import Announcement
+
+__all__ = ["AsyncRunner", "Runner"]
 
 T = TypeVar("T")
 
 SERIALIZATION_FAILURE: Final = "40001"
-# The beginnings of SQLSTATEs that pass by themselves: connection, read-only (a failover under way), idle timeout,
-# deadlock or serialization, resources, lock, shutdown.
-TRANSIENT: Final = ("08", "25006", "25P03", "40", "53", "55", "57")
-
-
-def is_transient(error: Exception) -> bool:
-    """Tell whether a loop should try again later: the server is away, restarting, or out of something."""
-    state = sqlstate(error)
-    if state is not None:
-        return state.startswith(TRANSIENT)
-    return isinstance(error, (DBAPIError, OSError, PoolTimeout, asyncio.TimeoutError))
-
-
 AnyEngine = TypeVar("AnyEngine", Engine, AsyncEngine)
 
 
@@ -79,19 +68,26 @@ class Runner:
         """What a session of the engine's own is bound to."""
         return self._connection or self._isolation.engine(atomic=True)
 
-    def run(self, operation: Callable[[Connection], T], *, atomic: bool = False) -> T:
-        """Run `operation`; `atomic` says that it sends more than one statement, which stand or fall together."""
+    def run(
+        self, operation: Callable[[Connection], T], *, atomic: bool = False, announce: Announcement | None = None
+    ) -> T:
+        """Run `operation`, and announce it when it has been committed.
+
+        `atomic` says that it sends more than one statement, which stand or fall together.
+        """
         if self._connection is not None:
             refuse_autocommit(self._connection)
-            return operation(self._connection)
+            return _announced(announce, None, operation(self._connection))
         while True:
             engine = self._isolation.engine(atomic=atomic)
             try:
                 with engine.begin() if self._isolation.is_transactional(engine) else engine.connect() as connection:
-                    return operation(connection)
+                    result = operation(connection)
             except DBAPIError as error:
                 if not self._isolation.learns(error, engine):
                     raise
+            else:
+                return _announced(announce, engine, result)
 
 
 class AsyncRunner:
@@ -107,18 +103,32 @@ class AsyncRunner:
         """What a session of the engine's own is bound to."""
         return self._connection or self._isolation.engine(atomic=True)
 
-    async def run(self, operation: Callable[[Connection], T], *, atomic: bool = False) -> T:
-        """Run `operation`; `atomic` says that it sends more than one statement, which stand or fall together."""
+    async def run(
+        self, operation: Callable[[Connection], T], *, atomic: bool = False, announce: Announcement | None = None
+    ) -> T:
+        """Run `operation`, and announce it when it has been committed.
+
+        `atomic` says that it sends more than one statement, which stand or fall together.
+        """
         if self._connection is not None:
             await self._connection.run_sync(refuse_autocommit)
-            return await self._connection.run_sync(operation)
+            return _announced(announce, None, await self._connection.run_sync(operation))
         while True:
             engine = self._isolation.engine(atomic=atomic)
             try:
                 async with (
                     engine.begin() if self._isolation.is_transactional(engine) else engine.connect() as connection
                 ):
-                    return await connection.run_sync(operation)
+                    result = await connection.run_sync(operation)
             except DBAPIError as error:
                 if not self._isolation.learns(error, engine):
                     raise
+            else:
+                return _announced(announce, engine.sync_engine, result)
+
+
+def _announced(announcement: Announcement | None, engine: Engine | None, result: T) -> T:
+    """Return `result` after saying that it is there; with no engine it is not committed, so to this process alone."""
+    if announcement is not None:
+        announcement.send(engine)
+    return result

@@ -3,8 +3,8 @@
 What joins a session belongs to that session's transaction alone. So this module finds the connection that the session
 writes through, and refuses three things: AUTOCOMMIT, where nothing could be rolled back; writes that go to a second
 connection, where one could commit without the other; and a commit after `LeaseLost`. It looks before each flush and
-each commit of a session that has carried the engine's rows, through listeners on that one session, never on the
-`Session` class.
+each commit of a session that has carried the engine's rows, and wakes who waits for them after the commit, through
+listeners on that one session, never on the `Session` class.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, object_mapper, scoped_session
 
+from alkstore_sa._failures import sqlstate
 from alkstore_sa.errors import BindError, LeaseLost, UnsupportedDialect
-from alkstore_sa.models import JobTable
+from alkstore_sa.models import JobTable, StreamEventTable
 from alkstore_sa.statements import DOOM, HAS_WRITTEN, PROBE
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import SessionTransaction
 
     from alkstore_sa._types import AnySession, AnySyncSession, AsyncAnySession
+    from alkstore_sa._waker import Announcement
     from alkstore_sa.models import Models
 
 __all__ = [
@@ -38,8 +40,8 @@ __all__ = [
     "in_session",
     "read_connection",
     "refuse_autocommit",
+    "refuse_twophase",
     "require_postgresql",
-    "sqlstate",
     "write_connection",
 ]
 
@@ -56,7 +58,7 @@ AUTOCOMMIT: Final = (
 class _Watch:
     """What is known of one session's current transaction."""
 
-    __slots__ = ("carrier", "doomed", "lost")
+    __slots__ = ("announcements", "carrier", "doomed", "lost")
 
     def __init__(self) -> None:
         self.carrier: Connection | None = None
@@ -64,6 +66,8 @@ class _Watch:
         self.doomed: SessionTransaction | None = None
         """The transaction or savepoint in which a lease turned out to be lost."""
         self.lost = ""
+        self.announcements: set[Announcement] = set()
+        """What to say after the commit."""
 
 
 # Not in session.info, which applications copy and clear.
@@ -92,8 +96,10 @@ def in_session(
     return operation(actual, *args, **kwargs)
 
 
-def add_rows(session: AnySession, models: Models, rows: Iterable[JobTable]) -> None:
-    """Add pending rows to the session's unit of work, without I/O.
+def add_rows(
+    session: AnySession, models: Models, rows: Iterable[JobTable | StreamEventTable], announcement: Announcement
+) -> None:
+    """Add pending rows to the session's unit of work, without I/O, and have them announced after its commit.
 
     Raises:
         BindError: the session has no bind for the engine's models, or is known to be in AUTOCOMMIT.
@@ -106,7 +112,7 @@ def add_rows(session: AnySession, models: Models, rows: Iterable[JobTable]) -> N
     require_postgresql(bind.dialect.name)
     if _is_autocommit(sync_session, bind):
         raise BindError(AUTOCOMMIT)
-    _watch(sync_session)
+    _watch(sync_session).announcements.add(announcement)
     sync_session.add_all(rows)
     if sync_session._flushing:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         _before_flush(sync_session)  # a listener of the caller's adds them, and ours may not be called any more
@@ -165,21 +171,20 @@ def _refuse_doomed(
         raise LeaseLost(lost) from failure
 
 
-def sqlstate(error: Exception) -> str | None:
-    """Return the server's code for an error, None where it did not come from the server.
-
-    SQLAlchemy 2.0 does not wrap what asyncpg raises while it connects, hence any exception.
-    """
-    state: object = getattr(error.orig if isinstance(error, DBAPIError) else error, "sqlstate", None)
-    return state if isinstance(state, str) else None
-
-
 def require_postgresql(dialect: str) -> None:
     """Raise `UnsupportedDialect` for another dialect than PostgreSQL."""
     if dialect != "postgresql":
         raise UnsupportedDialect(
             f"the engine needs PostgreSQL, this bind is {dialect}: use an engine for postgresql+asyncpg or"
             " postgresql+psycopg, in a session with several binds one for the engine's models"
+        )
+
+
+def refuse_twophase(session: Session) -> None:
+    """Raise `BindError` if `session` commits in two phases, which the server refuses to a transaction that notifies."""
+    if session.twophase:
+        raise BindError(
+            "a transaction in two phases cannot notify: PostgreSQL refuses to prepare it; notify after its commit"
         )
 
 
@@ -256,6 +261,7 @@ def _watch(session: Session) -> _Watch:
         watch = _watches[session] = _Watch()
         _listen(session, "before_flush", _before_flush)
         _listen(session, "before_commit", _before_commit)
+        _listen(session, "after_commit", _after_commit)
         _listen(session, "after_transaction_end", _after_transaction_end)
     return watch
 
@@ -321,7 +327,7 @@ def _split(other: Engine, carrier: Engine) -> BindError:
 
 def _before_flush(session: Session, *_: object) -> None:
     """Look at what the flush will write, before it has written any of it."""
-    for cls in {type(row) for row in session.new if isinstance(row, JobTable)}:
+    for cls in {type(row) for row in session.new if isinstance(row, (JobTable, StreamEventTable))}:
         _carry(session, session.connection(bind_arguments={"mapper": inspect(cls)}))
     carrier = _watch(session).carrier
     if carrier is not None:
@@ -339,9 +345,20 @@ def _before_commit(session: Session) -> None:
             _refuse_split(session, watch.carrier)
 
 
+def _after_commit(session: Session) -> None:
+    """Announce what has been committed; within an outer transaction, which counts, to this process alone."""
+    watch = _watch(session)
+    if session.in_nested_transaction() or watch.carrier is None:
+        return
+    engine = None if watch.carrier.in_transaction() else watch.carrier.engine
+    for announcement in watch.announcements:
+        announcement.send(engine)
+
+
 def _after_transaction_end(session: Session, transaction: SessionTransaction) -> None:
     watch = _watch(session)
     if watch.doomed is transaction:
         watch.doomed = None
     if transaction.parent is None:
         watch.carrier = None
+        watch.announcements.clear()

@@ -140,7 +140,10 @@ class JobHandle(ClaimedJob[T]):
         Raises:
             LeaseLost: this claim is over; nothing was changed.
         """
-        state = await self._runner.run(self._core.retry(self._held, error, delay, self._backoff_base, self.attempts))
+        state = await self._runner.run(
+            self._core.retry(self._held, error, delay, self._backoff_base, self.attempts),
+            announce=self._core.announcement,
+        )
         self._end()
         return state
 
@@ -150,7 +153,10 @@ class JobHandle(ClaimedJob[T]):
         Where that transaction was committed, or is still open, nothing is done; a later rollback leaves the job to its
         lease.
         """
-        await self._runner.run(self._core.retry_if_free(self._held, error, self._backoff_base, self.attempts))
+        await self._runner.run(
+            self._core.retry_if_free(self._held, error, self._backoff_base, self.attempts),
+            announce=self._core.announcement,
+        )
 
     async def fail(self, error: BaseException | str | None = None) -> None:
         """Move the job to dead now, with `error` as its `last_error`.
@@ -178,7 +184,8 @@ class JobHandle(ClaimedJob[T]):
         Raises:
             LeaseLost: this claim is over; nothing was changed.
         """
-        self._end_if_counted("release", await self._runner.run(self._core.release([self._held])))
+        operation = self._core.release([self._held])
+        self._end_if_counted("release", await self._runner.run(operation, announce=self._core.announcement))
 
 
 class ThreadJobHandle(JobHandle[T]):
@@ -243,13 +250,19 @@ class SyncJobHandle(ClaimedJob[T]):
         self, error: BaseException | str | None = None, *, delay: Duration | None = None
     ) -> Literal["pending", "dead"]:
         """Give the job back for another attempt, or to dead if this was its last: see `JobHandle.retry`."""
-        state = self._runner.run(self._core.retry(self._held, error, delay, self._backoff_base, self.attempts))
+        state = self._runner.run(
+            self._core.retry(self._held, error, delay, self._backoff_base, self.attempts),
+            announce=self._core.announcement,
+        )
         self._end()
         return state
 
     def retry_if_rolled_back(self, error: BaseException | str | None = None) -> None:
         """Retry a job whose `ack_tx` may have been rolled back: see `JobHandle.retry_if_rolled_back`."""
-        self._runner.run(self._core.retry_if_free(self._held, error, self._backoff_base, self.attempts))
+        self._runner.run(
+            self._core.retry_if_free(self._held, error, self._backoff_base, self.attempts),
+            announce=self._core.announcement,
+        )
 
     def fail(self, error: BaseException | str | None = None) -> None:
         """Move the job to dead now: see `JobHandle.fail`."""
@@ -262,4 +275,5 @@ class SyncJobHandle(ClaimedJob[T]):
 
     def release(self) -> None:
         """Give an unstarted job back, its attempt with it: see `JobHandle.release`."""
-        self._end_if_counted("release", self._runner.run(self._core.release([self._held])))
+        operation = self._core.release([self._held])
+        self._end_if_counted("release", self._runner.run(operation, announce=self._core.announcement))

@@ -97,6 +97,8 @@ STORAGE: Final = {
         "autovacuum_analyze_threshold": "1000",
         "autovacuum_vacuum_cost_delay": "0",
     },
+    # An event is inserted without a place and updated once. Pages are kept for the same reason as the job table's.
+    "stream_event": {"vacuum_truncate": "false"},
     "lock": {"fillfactor": "50"},
     "stream": {"fillfactor": "50"},
     "stream_offset": {"fillfactor": "50"},
@@ -267,9 +269,13 @@ class StreamTable:
 
 
 class StreamEventTable:
-    """An event of a stream; `offset` is its place, assigned after its commit by a reader."""
+    """An event of a stream; `offset` is its place, assigned after its commit by a reader.
+
+    `id` stays readable after the commit of the session that published the event, as a job's does.
+    """
 
     __tablename__ = "stream_event"
+    __mapper_args__: ClassVar[dict[str, Any]] = {"eager_defaults": False}  # as with JobTable
 
     id: Mapped[int] = mapped_column(BigInteger, Identity(always=False))
     stream: Mapped[str] = mapped_column(Text)
@@ -299,6 +305,9 @@ class StreamOffsetTable:
     consumer: Mapped[str] = mapped_column(Text)
     offset: Mapped[int] = mapped_column(BigInteger)
     updated_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=NOW)
+    lease: Mapped[int | None] = mapped_column(BigInteger)
+    """The number of the hold that a running consumer has on this name; NULL when none runs."""
+    lease_expires_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
 
     @declared_attr.directive
     @classmethod
@@ -403,15 +412,15 @@ def models_for(schema: str = DEFAULT_SCHEMA) -> Models:
     return _complete(Models(schema, base.metadata, base, *map(mapped, default)))
 
 
-def _keep_id_readable(job: JobTable, expired: Iterable[str] | None) -> None:
-    """Put the id back when a commit or rollback expires the job's attributes: it is known, and it never changes."""
-    key = inspect(job).identity
+def _keep_id_readable(row: JobTable | StreamEventTable, expired: Iterable[str] | None) -> None:
+    """Put the id back when a commit or rollback expires the row's attributes: it is known, and it never changes."""
+    key = inspect(row).identity
     if key is not None and (expired is None or "id" in expired):
-        set_committed_value(job, "id", key[0])
+        set_committed_value(row, "id", key[0])
 
 
 def _complete(models: Models) -> Models:
-    """Add what the classes alone do not say: sequences, storage settings, and what keeps a job's id readable."""
+    """Add what the classes alone do not say: sequences, storage settings, and what keeps ids readable."""
     Sequence("job_lease", metadata=models.metadata, schema=models.schema)
     Sequence("lock_fence", metadata=models.metadata, schema=models.schema)
     for table, settings in STORAGE.items():
@@ -419,7 +428,8 @@ def _complete(models: Models) -> Models:
         # SQLAlchemy 2.0 has no option for them in Table.
         alter = DDL(f"ALTER TABLE %(fullname)s SET ({options})")  # type: ignore[no-untyped-call]
         event.listen(models.metadata.tables[f"{models.schema}.{table}"], "after_create", alter)
-    event.listen(models.Job, "expire", _keep_id_readable)
+    for model in (models.Job, models.StreamEvent):
+        event.listen(model, "expire", _keep_id_readable)
     return models
 
 

@@ -10,15 +10,14 @@ import contextvars
 import functools
 import inspect
 import logging
-import random
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from alkstore_sa._failures import is_transient
 from alkstore_sa._jobs import JobDefaults
+from alkstore_sa._pace import Pace
 from alkstore_sa._rules import check_count, check_duration, check_name
-from alkstore_sa._runner import is_transient
-from alkstore_sa._stop import wait_for_event
 from alkstore_sa.errors import LeaseLost
 from alkstore_sa.queue import Queue, SyncQueue
 
@@ -27,7 +26,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from alkstore_sa._hub import Wakeup
     from alkstore_sa._jobs import QueueCore
+    from alkstore_sa._listener import Listener
     from alkstore_sa._rules import Duration
     from alkstore_sa._runner import AsyncRunner, Runner
     from alkstore_sa._stop import StopToken
@@ -46,10 +47,9 @@ OUTBOX_DEFAULTS: Final = JobDefaults(
     visibility_timeout=timedelta(seconds=60), max_attempts=5, backoff_base=timedelta(seconds=5)
 )
 
-FIRST_RECONNECT: Final = 0.05
-LAST_RECONNECT: Final = 2.0
+FIRST_RETRY: Final = 0.05
+LAST_RETRY: Final = 2.0
 SWEEP_INTERVAL: Final = 30.0
-MAX_DOUBLINGS: Final = 6  # of 10 ms
 
 logger: Final = logging.getLogger("alkstore_sa.outbox")
 
@@ -92,10 +92,10 @@ class Outbox(_OutboxDoor):
     half), unless its enqueue says otherwise. No order is promised between messages.
     """
 
-    def __init__(self, core: QueueCore, runner: AsyncRunner, closed: StopToken) -> None:
-        self._queue: Queue[Any] = Queue(core, runner)
+    def __init__(self, core: QueueCore, runner: AsyncRunner, listener: Listener) -> None:
+        self._queue: Queue[Any] = Queue(core, runner, listener)
         super().__init__(self._queue, core)
-        self._closed = closed
+        self._listener = listener
 
     async def enqueue(self, payload: Any, **options: Unpack[OutboxOptions]) -> int:
         """Store a message in a transaction of its own and return its id."""
@@ -139,25 +139,22 @@ class Outbox(_OutboxDoor):
         """Deliver messages until `stop` is cancelled or the store is closed, up to `concurrency` at once.
 
         Each message is treated as by `run_once` and acknowledged at once. When there is nothing to do it looks again at
-        the soonest due time, or after `poll` (seconds, with a jitter of a tenth), whichever is first. Every 30 seconds
-        it moves its messages that must not run any more to dead (expired, or abandoned at their last attempt). A lost
-        lease, a dropped connection or a restarting server is logged and does not end it. On a stop it claims no more,
-        waits for the deliveries under way, and returns; cancelling the task cancels these and leaves their messages to
-        their leases.
+        a wake, at the soonest due time, or after `poll` (seconds, give or take a tenth), whichever is first. Every 30
+        seconds it moves its messages that must not run any more to dead (expired, or abandoned at their last attempt).
+        A lost lease, a dropped connection or a restarting server is logged and does not end it. On a stop it claims no
+        more, waits for the deliveries under way, and returns; cancelling the task cancels these and leaves their
+        messages to their leases.
 
         Raises:
             SchemaMissing, SchemaMismatch, and database errors that do not pass by themselves, such as a missing right.
         """
         check_name(worker_id, "worker")
-        loop = _DeliveryLoop(
-            self._queue,
-            worker_id,
-            delivery,
-            check_count(concurrency, "concurrency"),
-            check_duration(poll, "poll").total_seconds(),
-        )
-        with stop.notifying(loop.stop_soon), self._closed.notifying(loop.stop_soon):
-            await loop.run()
+        check_count(concurrency, "concurrency")
+        pace = Pace(check_duration(poll, "poll").total_seconds())
+        with self._listener.wakes(self._core.announcement.channel) as wakeup:
+            loop = _DeliveryLoop(self._queue, worker_id, delivery, concurrency, pace, wakeup)
+            with stop.notifying(loop.stop_soon), self._listener.closed.notifying(loop.stop_soon):
+                await loop.run()
 
     async def stats(self) -> QueueStats:
         """Count the outbox's messages: see `Queue.stats`."""
@@ -293,19 +290,19 @@ def _call_in_thread(
 class _DeliveryLoop:
     """The state of one `Outbox.run`."""
 
-    def __init__(self, queue: Queue[Any], worker_id: str, delivery: Delivery, concurrency: int, poll: float) -> None:
+    def __init__(
+        self, queue: Queue[Any], worker_id: str, delivery: Delivery, concurrency: int, pace: Pace, wakeup: Wakeup
+    ) -> None:
         self._queue = queue
         self._worker_id = worker_id
         self._delivery = delivery
         self._concurrency = concurrency
-        self._poll = poll
+        self._pace = pace
+        self._wakeup = wakeup
         self._loop = asyncio.get_running_loop()
-        self._wake = asyncio.Event()
         self._stopping = False
         self._cancelling = False
         self._running: set[asyncio.Task[None]] = set()
-        self._reconnect = FIRST_RECONNECT
-        self._fruitless = 0
         self._next_sweep = 0.0
         self._failure: BaseException | None = None
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="alkstore-outbox")
@@ -313,16 +310,14 @@ class _DeliveryLoop:
     def stop_soon(self) -> None:
         """Stop; from any thread, and also after the event loop was closed."""
         self._stopping = True
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._wake.set)
+        self._wakeup.set()
 
     async def run(self) -> None:
         """Claim and deliver until stopped, then wait for what is under way."""
         try:
             while not self._stopping:
-                self._wake.clear()
-                wait = await self._fill()
-                await self._sleep(wait)
+                self._wakeup.clear()
+                await self._wakeup.wait(await self._fill())
                 if self._failure is not None:
                     raise self._failure
             if self._running:
@@ -337,11 +332,10 @@ class _DeliveryLoop:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _fill(self) -> float | None:
-        """Start as many deliveries as there are free slots; return how long to sleep, None until a slot is free.
-
-        There is at least one: the loop sleeps until there is.
-        """
+        """Start as many deliveries as there are free slots; return how long to sleep, None until a slot is free."""
         free = self._concurrency - len(self._running)
+        if not free:
+            return None
         try:
             if self._loop.time() >= self._next_sweep:
                 self._next_sweep = self._loop.time() + SWEEP_INTERVAL
@@ -352,29 +346,17 @@ class _DeliveryLoop:
                 self._running.add(task)
                 task.add_done_callback(self._finished)
             if jobs:
-                self._fruitless = 0
+                self._pace.found()
             if len(jobs) == free:
                 return None
             due = await self._queue.next_due()
         except Exception as error:
             if not is_transient(error):
                 raise
-            return self._back_off("claim", error)
-        self._reconnect = FIRST_RECONNECT
-        return self._pause(due)
-
-    def _pause(self, due: timedelta | None) -> float:
-        """Return how long to sleep after a claim that came short, with the next job due in `due`.
-
-        What fell due since that claim is claimed at once. What is due and yet was not claimed is locked by an open
-        transaction, so asking again at once leads nowhere: the pause then grows.
-        """
-        pause = self._poll * random.uniform(0.9, 1.1)  # noqa: S311  (jitter, no secret)
-        if due is not None and due <= timedelta(0):
-            self._fruitless += 1
-            return min(pause, 0.0 if self._fruitless == 1 else 0.01 * 2 ** min(self._fruitless, MAX_DOUBLINGS))
-        self._fruitless = 0
-        return pause if due is None else min(pause, due.total_seconds())
+            wait = self._pace.back_off()
+            logger.warning("outbox %s: claim failed, next try in %.2f s: %s", self._queue.name, wait, error)
+            return wait
+        return self._pace.pause(due)
 
     async def _deliver_one(self, claimed: JobHandle[Any]) -> None:
         job = claimed.for_thread()
@@ -389,14 +371,14 @@ class _DeliveryLoop:
 
         A message that was delivered but cannot be acknowledged is delivered again, so it is worth a few seconds.
         """
-        wait = FIRST_RECONNECT
+        wait = FIRST_RETRY
         while True:
             try:
                 await _finish(job, error)
             except Exception as failure:
                 if not is_transient(failure):
                     raise
-                if wait > LAST_RECONNECT:
+                if wait > LAST_RETRY:
                     logger.warning(
                         "outbox %s: the outcome of job %d was not stored, so its lease decides: %s",
                         self._queue.name,
@@ -411,15 +393,6 @@ class _DeliveryLoop:
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        self._wake.set()
+        self._wakeup.set()
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
-
-    async def _sleep(self, seconds: float | None) -> None:
-        """Sleep until a delivery has finished or a stop was asked for, at most `seconds`."""
-        await wait_for_event(self._wake, seconds)
-
-    def _back_off(self, what: str, error: Exception) -> float:
-        wait, self._reconnect = self._reconnect, min(self._reconnect * 2, LAST_RECONNECT)
-        logger.warning("outbox %s: %s failed, next try in %.2f s: %s", self._queue.name, what, wait, error)
-        return wait

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from alkstore_sa._consume import consume
 from alkstore_sa._jobs import read_stats, sweep, sweep_dead
+from alkstore_sa._rules import check_count, check_duration, check_name
 from alkstore_sa._session import in_session
 from alkstore_sa._types import QueueStats
 from alkstore_sa.job import ClaimedJob, JobHandle, SyncJobHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
     from datetime import timedelta
 
     from sqlalchemy import Connection
@@ -18,9 +20,11 @@ if TYPE_CHECKING:
 
     from alkstore_sa._core import StoreCore
     from alkstore_sa._jobs import Held, QueueCore, Renewal
+    from alkstore_sa._listener import Listener
     from alkstore_sa._rules import Duration
     from alkstore_sa._runner import AsyncRunner, Runner
     from alkstore_sa._types import AnySession, AnySyncSession, AsyncAnySession, EnqueueOptions, JobSnapshot
+    from alkstore_sa._waker import Announcement
     from alkstore_sa.models import JobTable
 
 __all__ = ["Queue", "SyncQueue", "sweep_all", "sweep_all_sync"]
@@ -72,9 +76,10 @@ class _QueueDoor:
 class Queue(_QueueDoor, Generic[T]):
     """A queue of a `Store`. A cheap handle: making one does no I/O, and its options are stamped onto each job."""
 
-    def __init__(self, core: QueueCore, runner: AsyncRunner) -> None:
+    def __init__(self, core: QueueCore, runner: AsyncRunner, listener: Listener) -> None:
         super().__init__(core)
         self._runner = runner
+        self._listener = listener
 
     async def enqueue(self, payload: Any, **options: Unpack[EnqueueOptions]) -> int:
         """Insert a job in a transaction of its own and return its id; `options` are those of `EnqueueOptions`.
@@ -90,7 +95,7 @@ class Queue(_QueueDoor, Generic[T]):
         One round trip carries 100,000 jobs or 128 MiB of JSON; more goes in several, in one transaction.
         """
         insertion = self._core.enqueue(payloads, options)
-        return await self._run(insertion, atomic=insertion.atomic)
+        return await self._run(insertion, atomic=insertion.atomic, announce=self._core.announcement)
 
     async def claim(self, worker_id: str, n: int = 1) -> list[JobHandle[T]]:
         """Claim up to `n` due jobs, for each job's own visibility timeout; an empty list means there are none.
@@ -105,6 +110,27 @@ class Queue(_QueueDoor, Generic[T]):
         """
         return (await self.claim_or_bury(worker_id, n))[0]
 
+    def consume(self, worker_id: str, *, batch: int = 1, poll: Duration = 1.0) -> AsyncGenerator[JobHandle[T]]:
+        """Iterate over the queue's jobs as they become due: `async for job in queue.consume("web-1"): ...`.
+
+        The body ends each job itself (`job.ack()`, `job.ack_tx(session)`, `job.retry()`, ...); a job that it does not
+        end comes back when its lease lapses. Between jobs the loop sleeps until a wake, the soonest due time, or
+        `poll` (seconds, give or take a tenth), whichever is first; a wake that arrives meanwhile counts. A dropped
+        connection or a restarting server is logged and does not end it. It ends when the store is closed, or when the
+        iterator is (`contextlib.aclosing`): jobs that were claimed and not handed out are then given back.
+
+        Args:
+            worker_id: who claims, for people to look at.
+            batch: how many jobs to claim at once; the lease of each runs from the claim, so keep it small.
+            poll: how long to sleep at most.
+
+        Raises:
+            SchemaMissing, SchemaMismatch, and database errors that do not pass by themselves, such as a missing right.
+        """
+        check_name(worker_id, "worker")
+        seconds = check_duration(poll, "poll").total_seconds()
+        return consume(self._core, self._runner, self._listener, worker_id, check_count(batch, "batch"), seconds)
+
     async def claim_or_bury(self, worker_id: str, n: int = 1) -> tuple[list[JobHandle[T]], int]:
         """Do what `claim` does, and tell also how many jobs went to dead because they do not decode."""
         claims, buried = await self._run(self._core.claim(worker_id, n))
@@ -116,7 +142,7 @@ class Queue(_QueueDoor, Generic[T]):
 
     async def release_many(self, jobs: Sequence[JobHandle[Any]]) -> list[JobHandle[Any]]:
         """Give unstarted jobs back in one round trip; return those whose lease was lost."""
-        return _missing(jobs, await self._run(self._core.release(_held(jobs))))
+        return _missing(jobs, await self._run(self._core.release(_held(jobs)), announce=self._core.announcement))
 
     async def heartbeat_many(
         self, jobs: Sequence[JobHandle[Any]], extend: Duration | None = None
@@ -162,8 +188,10 @@ class Queue(_QueueDoor, Generic[T]):
         """Delete the dead jobs that died longer ago than `older_than` and return how many."""
         return await sweep_all(self._runner, self._core.store, sweep_dead(self._core.store, older_than, self.name))
 
-    async def _run(self, operation: Callable[[Connection], R], *, atomic: bool = False) -> R:
-        return await self._runner.run(self._core.store.checked(operation), atomic=atomic)
+    async def _run(
+        self, operation: Callable[[Connection], R], *, atomic: bool = False, announce: Announcement | None = None
+    ) -> R:
+        return await self._runner.run(self._core.store.checked(operation), atomic=atomic, announce=announce)
 
 
 class SyncQueue(_QueueDoor, Generic[T]):
@@ -180,7 +208,7 @@ class SyncQueue(_QueueDoor, Generic[T]):
     def enqueue_many(self, payloads: Iterable[Any], **options: Unpack[EnqueueOptions]) -> list[int]:
         """Insert a job for each payload, all or none, and return their ids in order: see `Queue.enqueue_many`."""
         insertion = self._core.enqueue(payloads, options)
-        return self._run(insertion, atomic=insertion.atomic)
+        return self._run(insertion, atomic=insertion.atomic, announce=self._core.announcement)
 
     def claim(self, worker_id: str, n: int = 1) -> list[SyncJobHandle[T]]:
         """Claim up to `n` due jobs: see `Queue.claim`."""
@@ -197,7 +225,7 @@ class SyncQueue(_QueueDoor, Generic[T]):
 
     def release_many(self, jobs: Sequence[SyncJobHandle[Any]]) -> list[SyncJobHandle[Any]]:
         """Give unstarted jobs back in one round trip; return those whose lease was lost."""
-        return _missing(jobs, self._run(self._core.release(_held(jobs))))
+        return _missing(jobs, self._run(self._core.release(_held(jobs)), announce=self._core.announcement))
 
     def heartbeat_many(
         self, jobs: Sequence[SyncJobHandle[Any]], extend: Duration | None = None
@@ -237,8 +265,10 @@ class SyncQueue(_QueueDoor, Generic[T]):
         """Delete the dead jobs that died longer ago than `older_than` and return how many."""
         return sweep_all_sync(self._runner, self._core.store, sweep_dead(self._core.store, older_than, self.name))
 
-    def _run(self, operation: Callable[[Connection], R], *, atomic: bool = False) -> R:
-        return self._runner.run(self._core.store.checked(operation), atomic=atomic)
+    def _run(
+        self, operation: Callable[[Connection], R], *, atomic: bool = False, announce: Announcement | None = None
+    ) -> R:
+        return self._runner.run(self._core.store.checked(operation), atomic=atomic, announce=announce)
 
 
 def _held(jobs: Sequence[ClaimedJob[Any]]) -> list[Held]:

@@ -1,4 +1,4 @@
-"""Every statement that the engine sends, outside the migrations.
+"""Every statement that the engine sends, outside the migrations; those on streams stand in `_stream_statements`.
 
 A `Statements` holds them for one schema, each built once: the text never depends on values, so the drivers prepare it
 and SQLAlchemy caches it. Values are bound; payloads travel as text and are cast to `jsonb` by the server.
@@ -19,7 +19,19 @@ from typing import Final
 
 from sqlalchemy import TextClause, text
 
-__all__ = ["DOOM", "HAS_WRITTEN", "MAX_LEVELS", "PROBE", "Statements", "statements_for"]
+__all__ = [
+    "DOOM",
+    "HAS_WRITTEN",
+    "MAX_LEVELS",
+    "NOTIFY",
+    "PROBE",
+    "WAKE",
+    "Statements",
+    "lease_sequence",
+    "quoted_schema",
+    "statements_for",
+    "unbound",
+]
 
 MAX_LEVELS: Final = 64
 """How many priorities a claim from the head reports, for later claims to start from."""
@@ -285,6 +297,12 @@ SELECT
 
 VERSION: Final = "SELECT coalesce(max(version), 0) FROM {schema_version}"
 
+# Delivered when the transaction is committed.
+NOTIFY: Final = text("SELECT pg_notify(:channel, :payload)")
+
+# The engine's own wakes, sent after the commit of what they announce.
+WAKE: Final = text("SELECT pg_notify(wake.channel, :token) FROM unnest(CAST(:channels AS text[])) AS wake (channel)")
+
 # Whether the transaction has anything to commit.
 HAS_WRITTEN: Final = text("SELECT pg_current_xact_id_if_assigned() IS NOT NULL")
 
@@ -293,6 +311,21 @@ DOOM: Final = text('SELECT 1 / 0 AS "the lease was lost"')
 
 # Fails in that state.
 PROBE: Final = text("SELECT 1")
+
+
+def quoted_schema(schema: str) -> str:
+    """Return `schema` as an SQL identifier."""
+    return '"' + schema.replace('"', '""') + '"'
+
+
+def unbound(sql: str) -> str:
+    """Return `sql` for use in `text()`, where a colon would begin a parameter."""
+    return sql.replace(":", r"\:")
+
+
+def lease_sequence(quoted: str) -> str:
+    """Return the sequence that leases are drawn from, as the SQL string that `nextval` takes."""
+    return unbound("'" + f"{quoted}.job_lease".replace("'", "''") + "'")
 
 
 class Statements:
@@ -308,13 +341,13 @@ class Statements:
     sweep_dead_of_queue: TextClause
 
     def __init__(self, schema: str) -> None:
-        quoted = '"' + schema.replace('"', '""') + '"'
-        self.version_table: str = f"{quoted}.schema_version"
-        sequence = "'" + f"{quoted}.job_lease".replace("'", "''") + "'"
-        names = {"job": f"{quoted}.job", "dead": f"{quoted}.dead", "schema_version": self.version_table}
-        # In text() a colon would begin a parameter.
+        schema = quoted_schema(schema)
+        self.version_table: str = f"{schema}.schema_version"
         self._parts: dict[str, str] = {
-            name: value.replace(":", r"\:") for name, value in {**names, "lease_sequence": sequence}.items()
+            "job": unbound(f"{schema}.job"),
+            "dead": unbound(f"{schema}.dead"),
+            "schema_version": unbound(self.version_table),
+            "lease_sequence": lease_sequence(schema),
         }
 
         self.enqueue: TextClause = self._build(ENQUEUE)

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from support.doors import DOORS, Door, driver_of, open_door
 from support.rows import job_row
 
-import alkstore_sa._jobs
+import alkstore_sa._insertion
 from alkstore_sa import InvalidName, Job, JsonCodec, PayloadError, PayloadTooLarge
 
 if TYPE_CHECKING:
@@ -309,14 +309,14 @@ async def test_100_000_jobs_of_which_the_database_refuses_one_are_not_stored(doo
 
 @pytest.mark.parametrize("rows", [1, 7, 30, 31])
 async def test_portions_are_stored_in_order(door: Door, sql: Sql, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    monkeypatch.setattr(alkstore_sa._jobs, "ROWS_PER_INSERT", rows)
+    monkeypatch.setattr(alkstore_sa._insertion, "ROWS_PER_INSERT", rows)
     ids = await door.enqueue_many(list(range(30)))
     assert ids == sorted(ids)
     assert [job.payload for job in await door.claim(31)] == list(range(30))
 
 
 async def test_several_portions_stand_or_fall_together(door: Door, sql: Sql, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alkstore_sa._jobs, "ROWS_PER_INSERT", 10)
+    monkeypatch.setattr(alkstore_sa._insertion, "ROWS_PER_INSERT", 10)
     sql.execute("ALTER TABLE alkstore.job ADD CONSTRAINT picky CHECK (payload <> '25')")
     with pytest.raises(IntegrityError):
         await door.enqueue_many(list(range(30)))
@@ -324,7 +324,7 @@ async def test_several_portions_stand_or_fall_together(door: Door, sql: Sql, mon
 
 
 async def test_portions_are_cut_by_size_too(door: Door, sql: Sql, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alkstore_sa._jobs, "BYTES_PER_INSERT", 100)
+    monkeypatch.setattr(alkstore_sa._insertion, "BYTES_PER_INSERT", 100)
     sql.execute("ALTER TABLE alkstore.job ADD CONSTRAINT picky CHECK (payload ->> 0 <> '2')")
     with pytest.raises(IntegrityError):
         await door.enqueue_many([[n, "x" * 80] for n in range(3)])

@@ -132,6 +132,7 @@ async def test_begin_gives_its_connection_back_after_a_commit_and_after_an_excep
                 await done(session.flush())
                 if error is not None:
                     raise error
+        await done(store.close())  # the wake, which takes a connection too, has been sent
         assert door.sync_engine(engine).pool.checkedout() == 0
     assert (await done(store.queue("orders").stats())).pending == 1
 

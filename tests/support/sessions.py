@@ -114,11 +114,12 @@ class Door:
         return cast("Session", session.sync_session if self.is_async else session)
 
     def statements(self, engine: Any = None) -> list[str]:
-        """Return a list that grows by each statement that the engine sends from now on."""
+        """Return a list that grows by each statement that the engine sends from now on, but for the store's wakes."""
         sent: list[str] = []
 
         def note(_connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
-            sent.append(statement)
+            if "pg_notify(wake.channel" not in statement:
+                sent.append(statement)
 
         event.listen(self.sync_engine(engine), "before_cursor_execute", note)
         return sent

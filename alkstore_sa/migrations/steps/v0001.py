@@ -173,16 +173,24 @@ def upgrade(schema: str) -> list[str]:
             payload jsonb NOT NULL,
             created_at timestamptz DEFAULT statement_timestamp() NOT NULL,
             CONSTRAINT pk_stream_event PRIMARY KEY (id)
-        )
+        ) WITH (vacuum_truncate = false)
         """,
         f'CREATE UNIQUE INDEX ix_stream_event_offset ON {s}.stream_event (stream, "offset") WHERE "offset" IS NOT NULL',
         f'CREATE INDEX ix_stream_event_unplaced ON {s}.stream_event (stream, id) WHERE "offset" IS NULL',
+        # As for the job table.
+        f"""
+        INSERT INTO {s}.stream_event (id, stream, "offset", payload)
+        SELECT -n, '-', n, to_jsonb(repeat('-', 1800)) FROM generate_series(1, 512) AS n
+        """,
+        f"DELETE FROM {s}.stream_event WHERE id < 0",
         f"""
         CREATE TABLE {s}.stream_offset (
             stream text NOT NULL,
             consumer text NOT NULL,
             "offset" bigint NOT NULL,
             updated_at timestamptz DEFAULT statement_timestamp() NOT NULL,
+            lease bigint,
+            lease_expires_at timestamptz,
             CONSTRAINT pk_stream_offset PRIMARY KEY (stream, consumer)
         ) WITH (fillfactor = 50)
         """,

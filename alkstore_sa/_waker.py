@@ -1,0 +1,353 @@
+"""The outgoing side of wakes: sent after the commit, by somebody else than the caller, and no more than needed.
+
+A NOTIFY within a transaction makes all such transactions of a database commit one after another. So the transaction
+that carries a job does not carry the wake. When it has been committed, the wake is handed out in this process at once,
+and to the others by a notification from a connection of the engine's own pool: sent by a task of the event loop where
+the engine is an async one, else by a thread. The first commit of a burst is announced at once, those that follow
+together, 5 ms after the last announcement, so that the last one is never left out. A wake is a hint: nothing that goes
+wrong here reaches the caller, and a process that dies in between costs one re-poll.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import secrets
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.pool import QueuePool
+
+from alkstore_sa._failures import is_transient
+from alkstore_sa._processes import flush_at_exit, forget_after_fork
+from alkstore_sa._rules import error_text
+from alkstore_sa.statements import WAKE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection, Dialect, Pool
+
+__all__ = ["Announcement", "Waker"]
+
+GAP: Final = 0.005
+RETRIES: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, None)
+"""How long to wait after each failure, in seconds; then the wake is given up."""
+FLUSH_TIME: Final = 2.0
+"""How long closing a store, or the end of the interpreter, waits for wakes to be sent, in seconds."""
+IDLE_TIME: Final = 10.0
+PATIENCE: Final = 5.0
+"""How long a wake waits for an idle connection of the pool, in seconds."""
+LONGEST_WAIT: Final = 0.05
+
+logger: Final = logging.getLogger("alkstore_sa.waker")
+
+
+class Waker:
+    """What announces the commits of one store.
+
+    Args:
+        local: wakes who waits in this process.
+    """
+
+    def __init__(self, local: Callable[[str], None]) -> None:
+        self.token: str = secrets.token_hex(8)
+        """The payload of this store's wakes, by which it knows them again."""
+        self._local = local
+        self._senders: WeakKeyDictionary[Dialect, _Sender] = WeakKeyDictionary()
+
+    def wake(self, channel: str, engine: Engine | None) -> None:
+        """Announce that what waits on `channel` has something to look for; never raises, never blocks.
+
+        `engine` is what the announced rows were committed through; None where other processes cannot see them yet.
+        """
+        try:
+            self._local(channel)
+            if engine is not None:
+                self._sender(engine).send(channel)
+        except Exception:
+            logger.warning("a wake was not sent", exc_info=True)  # what it announces is committed
+
+    def _sender(self, engine: Engine) -> _Sender:
+        """Return what sends through this engine's pool, which engines with other options share, like the dialect."""
+        sender = self._senders.get(engine.dialect)
+        if sender is None:
+            kind = _TaskSender if engine.dialect.is_async else _ThreadSender
+            sender = self._senders.setdefault(engine.dialect, kind(engine, self.token))
+        return sender
+
+    def flush(self) -> None:
+        """Wait until the threads have sent everything, at most 2 seconds each."""
+        for sender in list(self._senders.values()):
+            if isinstance(sender, _ThreadSender):
+                sender.flush()
+
+    async def flush_async(self) -> None:
+        """Wait until the tasks, and the threads, have sent everything."""
+        for sender in list(self._senders.values()):
+            if isinstance(sender, _TaskSender):
+                await sender.flush()
+            elif isinstance(sender, _ThreadSender):
+                await asyncio.to_thread(sender.flush)
+
+
+class Announcement(NamedTuple):
+    """What to say when something has been committed: to whom, and by which store."""
+
+    waker: Waker
+    channel: str
+
+    def send(self, engine: Engine | None) -> None:
+        """Say it: see `Waker.wake`."""
+        self.waker.wake(self.channel, engine)
+
+
+class _Sender:
+    """Sends the wakes that go through one engine's pool."""
+
+    def __init__(self, engine: Engine, token: str) -> None:
+        self._engine: Engine = engine.execution_options(isolation_level="AUTOCOMMIT")
+        self._token = token
+        self.forget_after_fork()
+        forget_after_fork(self)
+        flush_at_exit(self)
+
+    def forget_after_fork(self) -> None:
+        """Start anew: what the parent process has to announce, the parent announces."""
+        self._changed = threading.Condition()
+        self._pending: set[str] = set()
+        self._pool: Pool = self._engine.pool
+        self._thread: threading.Thread | None = None
+        self._sending = False
+
+    def send(self, channel: str) -> None:
+        """Send it soon."""
+        raise NotImplementedError
+
+    def flush_at_exit(self) -> None:
+        """Send what is pending, within a bounded time."""
+        raise NotImplementedError
+
+    def _note(self, channel: str) -> None:
+        """Note what is to be sent, and the pool that its commit went through; with the lock held."""
+        self._pending.add(channel)
+        self._pool = self._engine.pool
+
+    def _take(self) -> set[str]:
+        """Return what is to be sent; with the lock held."""
+        channels, self._pending = self._pending, set()
+        self._sending = bool(channels)
+        self._changed.notify_all()
+        return channels
+
+    def _wait_until_sent(self) -> None:
+        """Wait until the thread has sent everything, at most 2 seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._pending or self._sending), FLUSH_TIME)
+
+    def _start_thread(self, target: Callable[[], None]) -> None:
+        """Start the thread; with the lock held. A daemon: it is waited for at exit, but not longer than is bearable."""
+        thread = threading.Thread(target=target, name="alkstore-waker", daemon=True)
+        thread.start()
+        self._thread = thread
+
+    def _notify(self, connection: Connection, channels: set[str]) -> None:
+        connection.execute(WAKE, {"channels": sorted(channels), "token": self._token})
+        if self._engine.pool is not self._pool:
+            connection.invalidate()  # the application has disposed of its pool meanwhile: leave nothing in a new one
+
+    def _pause(self, error: Exception, wait: float | None) -> float | None:
+        """Return how long to wait before the next try; None when there is to be none, as a late wake is of no use."""
+        if wait is not None and is_transient(error):
+            return wait
+        logger.warning("a wake was not sent, so its job waits for the next look: %s", error_text(error))
+        return None
+
+
+class _ThreadSender(_Sender):
+    """Sends from a thread, through a plain engine. The thread ends when it has had nothing to do for 10 seconds."""
+
+    def send(self, channel: str) -> None:
+        with self._changed:
+            self._note(channel)
+            if self._thread is None:
+                self._start_thread(self._run)
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until everything has been sent, at most 2 seconds."""
+        self._wait_until_sent()
+
+    def flush_at_exit(self) -> None:
+        self._wait_until_sent()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._sending = False
+                self._changed.notify_all()
+                if not self._changed.wait_for(lambda: self._pending, IDLE_TIME):
+                    self._thread = None
+                    return
+                channels = self._take()
+            self._deliver(channels)
+            time.sleep(GAP)
+
+    def _deliver(self, channels: set[str]) -> None:
+        for wait in RETRIES:
+            try:
+                with self._engine.connect() as connection:
+                    self._notify(connection, channels)
+            except Exception as error:  # noqa: BLE001  (nobody waits for it, and later wakes must be sent)
+                pause = self._pause(error, wait)
+                if pause is None:
+                    return
+                time.sleep(pause)
+            else:
+                return
+
+
+class _TaskSender(_Sender):
+    """Sends from a task of the event loop in which the commit was made, through an async engine.
+
+    The task takes a connection only when the pool has an idle one: to open one takes a while, and a loop that is ended
+    or paused meanwhile leaves the server with half a connection. So where there is no pool, or it was disposed of, or
+    the loop is being ended, wakes go from a thread, over a connection of its own that it closes again.
+    """
+
+    def forget_after_fork(self) -> None:
+        super().forget_after_fork()
+        self._task: asyncio.Task[None] | None = None
+
+    def send(self, channel: str) -> None:
+        loop = asyncio.get_running_loop()
+        with self._changed:
+            self._note(channel)
+            if not isinstance(self._pool, QueuePool):
+                self._hand_over()
+            elif not self._is_running(loop):
+                # In a context of its own: what a request keeps in its context variables is none of its business.
+                self._task = contextvars.Context().run(loop.create_task, self._run(), name="alkstore-waker")
+
+    async def flush(self) -> None:
+        """Wait until everything has been sent, at most 2 seconds."""
+        loop = asyncio.get_running_loop()
+        with self._changed:
+            if self._pending and not self._is_running(loop):
+                self._hand_over()
+            task = self._task
+        if task is not None and task.get_loop() is loop:
+            await asyncio.wait({task}, timeout=FLUSH_TIME)
+            if not task.done():
+                with self._changed:
+                    self._pending.clear()
+                task.cancel()
+                await asyncio.wait({task}, timeout=FLUSH_TIME)
+        if self._thread is not None:
+            await asyncio.to_thread(self._wait_until_sent)
+
+    def flush_at_exit(self) -> None:
+        if self._thread is not None:
+            self._wait_until_sent()
+        elif self._pending:
+            self._deliver_alone()  # an event loop was closed before its task came to it, and no thread can start now
+
+    def _is_running(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Tell whether there is a task that will see what is pending: one on `loop`, or on another that is running."""
+        if self._task is None or self._task.done():
+            return False
+        return self._task.get_loop() is loop or self._task.get_loop().is_running()
+
+    async def _run(self) -> None:
+        try:
+            while channels := self._take_in_task():
+                await self._deliver(channels)
+                await asyncio.sleep(GAP)
+        finally:
+            with self._changed:
+                self._hand_over()
+
+    def _take_in_task(self) -> set[str]:
+        """Return what is to be sent; when that is nothing, or nothing for this event loop, the task is over."""
+        with self._changed:
+            channels = self._take() if self._engine.pool is self._pool else set[str]()
+            if not channels and self._task is asyncio.current_task():
+                self._task = None
+        return channels
+
+    def _hand_over(self) -> None:
+        """Have the thread send what is pending; with the lock held."""
+        if self._pending and self._thread is None:
+            self._start_thread(self._deliver_alone)
+
+    async def _deliver(self, channels: set[str]) -> None:
+        for wait in RETRIES:
+            try:
+                await self._idle_connection()
+                async with AsyncEngine(self._engine).connect() as connection:
+                    await connection.run_sync(self._notify, channels)
+            except asyncio.CancelledError:
+                with self._changed:
+                    self._pending |= channels
+                raise
+            except Exception as error:  # noqa: BLE001  (nobody waits for it, and later wakes must be sent)
+                pause = self._pause(error, wait)
+                if pause is None:
+                    return
+                await asyncio.sleep(pause)
+            else:
+                return
+
+    async def _idle_connection(self) -> None:
+        """Wait until the pool has an idle connection."""
+        pool, wait, end = self._engine.pool, GAP, time.monotonic() + PATIENCE
+        while isinstance(pool, QueuePool) and not pool.checkedin():
+            if time.monotonic() > end:
+                raise PoolTimeout(f"no connection of the pool was idle for {PATIENCE:g} s")
+            await asyncio.sleep(wait)
+            wait = min(wait * 2, LONGEST_WAIT)
+
+    def _deliver_alone(self) -> None:
+        """Send what is pending over a connection that belongs to no other event loop and no pool."""
+        loop = _LoopAlone()
+        try:
+            while channels := self._take_in_thread():
+                loop.run_until_complete(asyncio.wait_for(self._deliver_privately(channels), FLUSH_TIME))
+                time.sleep(GAP)
+        except Exception as error:  # noqa: BLE001  (the application may be ending, and a wake is a hint)
+            logger.info("a wake was not sent, so its job waits for the next look: %s", error_text(error))
+            with self._changed:
+                self._thread, self._sending = None, False
+                self._changed.notify_all()
+        finally:
+            loop.close()
+
+    def _take_in_thread(self) -> set[str]:
+        """Return what is to be sent; when that is nothing, the thread is over."""
+        with self._changed:
+            channels = self._take()
+            if not channels:
+                self._thread = None
+        return channels
+
+    async def _deliver_privately(self, channels: set[str]) -> None:
+        engine = self._engine
+        private = AsyncEngine(Engine(engine.pool.recreate(), engine.dialect, engine.url))
+        async with private.connect() as connection:
+            await connection.execution_options(isolation_level="AUTOCOMMIT")
+            await connection.run_sync(self._notify, channels)
+        await private.dispose()
+
+
+class _LoopAlone(asyncio.SelectorEventLoop):
+    """An event loop that looks up names by itself: at exit no thread can be started for it."""
+
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
+        return socket.getaddrinfo(host, port, **options)
