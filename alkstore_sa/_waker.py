@@ -22,8 +22,8 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import QueuePool
+from sqlalchemy.util import greenlet_spawn
 
 from alkstore_sa._failures import is_transient
 from alkstore_sa._processes import flush_at_exit, forget_after_fork
@@ -33,7 +33,7 @@ from alkstore_sa.statements import WAKE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy import Connection, Dialect, Pool
+    from sqlalchemy import Dialect, Pool
 
 __all__ = ["Announcement", "Waker"]
 
@@ -158,10 +158,11 @@ class _Sender:
         thread.start()
         self._thread = thread
 
-    def _notify(self, connection: Connection, channels: set[str]) -> None:
-        connection.execute(WAKE, {"channels": sorted(channels), "token": self._token})
-        if self._engine.pool is not self._pool:
-            connection.invalidate()  # the application has disposed of its pool meanwhile: leave nothing in a new one
+    def _notify(self, engine: Engine, channels: set[str]) -> None:
+        with engine.connect() as connection:
+            connection.execute(WAKE, {"channels": sorted(channels), "token": self._token})
+            if self._engine.pool is not self._pool:
+                connection.invalidate()  # the application has disposed of its pool meanwhile: leave none in a new one
 
     def _pause(self, error: Exception, wait: float | None) -> float | None:
         """Return how long to wait before the next try; None when there is to be none, as a late wake is of no use."""
@@ -203,8 +204,7 @@ class _ThreadSender(_Sender):
     def _deliver(self, channels: set[str]) -> None:
         for wait in RETRIES:
             try:
-                with self._engine.connect() as connection:
-                    self._notify(connection, channels)
+                self._notify(self._engine, channels)
             except Exception as error:  # noqa: BLE001  (nobody waits for it, and later wakes must be sent)
                 pause = self._pause(error, wait)
                 if pause is None:
@@ -291,8 +291,7 @@ class _TaskSender(_Sender):
         for wait in RETRIES:
             try:
                 await self._idle_connection()
-                async with AsyncEngine(self._engine).connect() as connection:
-                    await connection.run_sync(self._notify, channels)
+                await greenlet_spawn(self._notify, self._engine, channels)
             except asyncio.CancelledError:
                 with self._changed:
                     self._pending |= channels
@@ -339,11 +338,9 @@ class _TaskSender(_Sender):
 
     async def _deliver_privately(self, channels: set[str]) -> None:
         engine = self._engine
-        private = AsyncEngine(Engine(engine.pool.recreate(), engine.dialect, engine.url))
-        async with private.connect() as connection:
-            await connection.execution_options(isolation_level="AUTOCOMMIT")
-            await connection.run_sync(self._notify, channels)
-        await private.dispose()
+        private = Engine(engine.pool.recreate(), engine.dialect, engine.url)
+        await greenlet_spawn(self._notify, private.execution_options(isolation_level="AUTOCOMMIT"), channels)
+        await greenlet_spawn(private.dispose)
 
 
 class _LoopAlone(asyncio.SelectorEventLoop):
