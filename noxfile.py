@@ -51,9 +51,10 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure how fast a queue drains; a short round, or `nox -s bench -- --full`."""
+    """Measure how fast a queue drains and how soon a consumer wakes; a short round, or `nox -s bench -- --full`."""
     install(session)
     session.run("python", "-m", "benchmarks.drain", *session.posargs)
+    session.run("python", "-m", "benchmarks.latency", *session.posargs)
 
 
 @nox.session

@@ -58,9 +58,11 @@ AUTOCOMMIT: Final = (
 class _Watch:
     """What is known of one session's current transaction."""
 
-    __slots__ = ("announcements", "carrier", "doomed", "lost")
+    __slots__ = ("announcements", "carrier", "doomed", "lost", "transaction")
 
     def __init__(self) -> None:
+        self.transaction: SessionTransaction | None = None
+        """The transaction that the following belongs to."""
         self.carrier: Connection | None = None
         """The connection that carries the engine's rows."""
         self.doomed: SessionTransaction | None = None
@@ -112,8 +114,8 @@ def add_rows(
     require_postgresql(bind.dialect.name)
     if _is_autocommit(sync_session, bind):
         raise BindError(AUTOCOMMIT)
-    _watch(sync_session).announcements.add(announcement)
     sync_session.add_all(rows)
+    _watch(sync_session).announcements.add(announcement)
     if sync_session._flushing:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         _before_flush(sync_session)  # a listener of the caller's adds them, and ours may not be called any more
 
@@ -145,6 +147,8 @@ def doom(session: Session, connection: Connection, error: LeaseLost) -> None:
     session answers a commit with `LeaseLost` again, and so does the connection, which may be committed around it.
     """
     watch = _watch(session)
+    if not watch.lost:
+        _listen(session, "after_transaction_end", _forget_doom)
     watch.doomed = session.get_nested_transaction() or session.get_transaction()
     watch.lost = str(error)
     refuse = partial(_refuse_doomed, watch.lost, connection.get_transaction())
@@ -256,13 +260,18 @@ def _is_autocommit(session: Session, bind: Engine | Connection) -> bool:
 
 
 def _watch(session: Session) -> _Watch:
+    """Return what is known of the session's current transaction, and have its listeners called from now on."""
     watch = _watches.get(session)
     if watch is None:
         watch = _watches[session] = _Watch()
         _listen(session, "before_flush", _before_flush)
         _listen(session, "before_commit", _before_commit)
         _listen(session, "after_commit", _after_commit)
-        _listen(session, "after_transaction_end", _after_transaction_end)
+    transaction = session.get_transaction()
+    if watch.transaction is not transaction:
+        watch.transaction = transaction
+        watch.carrier = None
+        watch.announcements.clear()
     return watch
 
 
@@ -355,10 +364,7 @@ def _after_commit(session: Session) -> None:
         announcement.send(engine)
 
 
-def _after_transaction_end(session: Session, transaction: SessionTransaction) -> None:
+def _forget_doom(session: Session, transaction: SessionTransaction) -> None:
     watch = _watch(session)
     if watch.doomed is transaction:
         watch.doomed = None
-    if transaction.parent is None:
-        watch.carrier = None
-        watch.announcements.clear()

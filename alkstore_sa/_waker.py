@@ -4,7 +4,7 @@ A NOTIFY within a transaction makes all such transactions of a database commit o
 that carries a job does not carry the wake. When it has been committed, the wake is handed out in this process at once,
 and to the others by a notification from a connection of the engine's own pool: sent by a task of the event loop where
 the engine is an async one, else by a thread. The first commit of a burst is announced at once, those that follow
-together, 5 ms after the last announcement, so that the last one is never left out. A wake is a hint: nothing that goes
+together, a little later, so that the last one is never left out. A wake is a hint: nothing that goes
 wrong here reaches the caller, and a process that dies in between costs one re-poll.
 """
 
@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Announcement", "Waker"]
 
-GAP: Final = 0.005
+SHORTEST_GAP: Final = 0.003
+LONGEST_GAP: Final = 0.02
+COST_FACTOR: Final = 10.0
+"""The time between two announcements, in seconds: ten times what the last one took, between these bounds."""
 RETRIES: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, None)
 """How long to wait after each failure, in seconds; then the wake is given up."""
 FLUSH_TIME: Final = 2.0
@@ -198,8 +201,9 @@ class _ThreadSender(_Sender):
                     self._thread = None
                     return
                 channels = self._take()
+            begun = time.monotonic()
             self._deliver(channels)
-            time.sleep(GAP)
+            time.sleep(_gap(begun))
 
     def _deliver(self, channels: set[str]) -> None:
         for wait in RETRIES:
@@ -268,8 +272,9 @@ class _TaskSender(_Sender):
     async def _run(self) -> None:
         try:
             while channels := self._take_in_task():
+                begun = time.monotonic()
                 await self._deliver(channels)
-                await asyncio.sleep(GAP)
+                await asyncio.sleep(_gap(begun))
         finally:
             with self._changed:
                 self._hand_over()
@@ -306,7 +311,7 @@ class _TaskSender(_Sender):
 
     async def _idle_connection(self) -> None:
         """Wait until the pool has an idle connection."""
-        pool, wait, end = self._engine.pool, GAP, time.monotonic() + PATIENCE
+        pool, wait, end = self._engine.pool, SHORTEST_GAP, time.monotonic() + PATIENCE
         while isinstance(pool, QueuePool) and not pool.checkedin():
             if time.monotonic() > end:
                 raise PoolTimeout(f"no connection of the pool was idle for {PATIENCE:g} s")
@@ -318,8 +323,9 @@ class _TaskSender(_Sender):
         loop = _LoopAlone()
         try:
             while channels := self._take_in_thread():
+                begun = time.monotonic()
                 loop.run_until_complete(asyncio.wait_for(self._deliver_privately(channels), FLUSH_TIME))
-                time.sleep(GAP)
+                time.sleep(_gap(begun))
         except Exception as error:  # noqa: BLE001  (the application may be ending, and a wake is a hint)
             logger.info("a wake was not sent, so its job waits for the next look: %s", error_text(error))
             with self._changed:
@@ -348,3 +354,8 @@ class _LoopAlone(asyncio.SelectorEventLoop):
 
     async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
         return socket.getaddrinfo(host, port, **options)
+
+
+def _gap(begun: float) -> float:
+    """Return how long to wait after an announcement that has begun at that time."""
+    return min(max(SHORTEST_GAP, COST_FACTOR * (time.monotonic() - begun)), LONGEST_GAP)

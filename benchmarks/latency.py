@@ -22,10 +22,12 @@ import json
 import multiprocessing
 import statistics
 import time
+from datetime import datetime  # noqa: TC003  (SQLAlchemy reads the annotations when the module runs)
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
-from sqlalchemy import BigInteger, Text, make_url
+from sqlalchemy import BigInteger, DateTime, Integer, Text, func, make_url
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -70,7 +72,10 @@ class Line(Base):
     __tablename__ = "bench_line"
 
     id: Mapped[int] = mapped_column(BigInteger, primary_key=True)
-    note: Mapped[str] = mapped_column(Text)
+    product: Mapped[str] = mapped_column(Text)
+    quantity: Mapped[int] = mapped_column(Integer, default=1)
+    placed_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=func.statement_timestamp())
+    details: Mapped[dict[str, int]] = mapped_column(JSONB)
 
 
 # -- The consumers, each in a process of its own -----------------------------------------------------------------------
@@ -186,7 +191,7 @@ class Producer:
         """Commit two rows."""
         async with AsyncSession(self.engine) as session:
             session.add(Order(note="x"))
-            session.add(Line(note=f'{{"n": {n}}}'))
+            session.add(Line(product="x", details={"n": n}))
             await session.commit()
 
     async def commit_plain(self, n: int) -> None:

@@ -12,10 +12,15 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Numeric, Text, select
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from support.waiting import DEADLINE
 
 from alkstore_sa import DeadJob, StopToken, Store
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    import pytest
+    from sqlalchemy.ext.asyncio import AsyncEngine
     from support.databases import Database
 
 ROOT: Final = Path(__file__).parents[2]
@@ -34,6 +39,11 @@ class Order(Base):
 class Sent(Base):
     __tablename__ = "sent"
     to: Mapped[str] = mapped_column(Text, primary_key=True)
+
+
+class Invoice(Base):
+    __tablename__ = "invoice"
+    order: Mapped[str] = mapped_column(Text, primary_key=True)
 
 
 def block(page: str, containing: str) -> str:
@@ -101,3 +111,58 @@ async def test_the_queue_of_the_readme_and_the_redrive_of_the_guide_work(store: 
     (again,) = await names["emails"].claim("w")
     assert again.payload == {"to": "c@example.org"}
     assert again.id != job.id
+
+
+async def ends_by_itself(
+    source: str, names: dict[str, Any], store: Store, reached: Callable[[], Awaitable[bool]]
+) -> None:
+    """Run a loop of a page until `reached()` is true, then close the store, which ends it."""
+    running = asyncio.create_task(run_inside(source, names))
+    end = asyncio.get_running_loop().time() + DEADLINE
+    while not await reached():
+        assert not running.done(), running.exception()
+        assert asyncio.get_running_loop().time() < end
+        await asyncio.sleep(0.01)
+    await store.close()
+    await asyncio.wait_for(running, DEADLINE)
+
+
+async def test_the_consumer_of_the_readme_works(store: Store) -> None:
+    emails = store.queue("emails")
+    await emails.enqueue({"to": "a@example.org"})
+
+    async def is_empty() -> bool:
+        return (await emails.stats()).pending + (await emails.stats()).processing == 0
+
+    await ends_by_itself(block("README.md", "emails.consume"), {"emails": emails}, store, is_empty)
+
+
+async def test_the_stream_of_the_readme_works(store: Store, engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await connection.run_sync(Base.metadata.create_all)
+    sessions = async_sessionmaker(engine)
+    publish, subscribe = block("README.md", "publish_tx").split("\n\n")
+    names: dict[str, Any] = {"store": store, "sessions": sessions, "Invoice": Invoice, "number": "A-1"}
+    async with sessions.begin() as names["session"]:
+        exec(publish, names)
+
+    async def is_invoiced() -> bool:
+        return bool((await store.stream("orders").get_offset("billing")) == 1)
+
+    await ends_by_itself(subscribe, names, store, is_invoiced)
+    async with sessions() as session:
+        assert (await session.scalars(select(Invoice.order))).all() == ["A-1"]
+
+
+async def test_the_notifications_of_the_guide_work(
+    store: Store, engine: AsyncEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listen, notify = block("docs/guide.md", "is_reconnect").split("\n\n")
+    names: dict[str, Any] = {"store": store}
+
+    async def is_heard() -> bool:
+        async with async_sessionmaker(engine).begin() as names["session"]:
+            await run_inside(notify, names)
+        return "prices eur" in capsys.readouterr().out
+
+    await ends_by_itself(listen, names, store, is_heard)
