@@ -91,14 +91,12 @@ class Wakeup:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._event = asyncio.Event()
-
-    @property
-    def woken(self) -> bool:
+        self.woken: bool = False
         """Whether there was a wake since the last `clear`."""
-        return self._event.is_set()
 
     def set(self) -> None:
         """Wake the loop, from any thread, also when its event loop is no more."""
+        self.woken = True
         try:
             here = asyncio.get_running_loop() is self._loop
         except RuntimeError:
@@ -111,6 +109,7 @@ class Wakeup:
 
     def clear(self) -> None:
         """Forget wakes; called before the look for work, so that a wake during the look counts."""
+        self.woken = False
         self._event.clear()
 
     async def wait(self, seconds: float | None) -> None:

@@ -161,18 +161,21 @@ DELETE FROM {stream_offset} WHERE stream = :stream AND consumer = :consumer RETU
 
 # -- Trimming ----------------------------------------------------------------------------------------------------------
 
-# From the oldest on, in portions: what every consumer has passed, beyond the newest :keep events, and before the first
-# one that is younger than :older_than.
+# A portion, from the oldest event on: what every consumer has passed, beyond the newest :keep events, and before the
+# first one that is younger than :older_than. Only as many events are looked at as may go.
 TRIM: Final = """
-WITH bound AS MATERIALIZED (
+WITH oldest AS MATERIALIZED (
+    SELECT event."offset", event.created_at FROM {stream_event} AS event
+    WHERE event.stream = :stream AND event."offset" IS NOT NULL
+    ORDER BY event."offset" LIMIT :n
+), bound AS MATERIALIZED (
     SELECT least(
         (SELECT stream.head FROM {stream} AS stream WHERE stream.name = :stream)
             - coalesce(CAST(:keep AS bigint), 0),
         (SELECT min(stored."offset") FROM {stream_offset} AS stored WHERE stored.stream = :stream),
-        (SELECT event."offset" - 1 FROM {stream_event} AS event
-        WHERE event.stream = :stream AND event."offset" IS NOT NULL
-            AND event.created_at > statement_timestamp() - CAST(:older_than AS interval)
-        ORDER BY event."offset" LIMIT 1)) AS last
+        (SELECT min(oldest."offset") - 1 FROM oldest
+        WHERE oldest.created_at > statement_timestamp() - CAST(:older_than AS interval)),
+        (SELECT max(oldest."offset") FROM oldest)) AS last
 ), picked AS MATERIALIZED (
     SELECT event.id FROM {stream_event} AS event
     WHERE event.stream = :stream AND event."offset" <= (SELECT bound.last FROM bound)
