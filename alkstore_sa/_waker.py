@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Engine
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import QueuePool
 from sqlalchemy.util import greenlet_spawn
 
@@ -46,9 +45,7 @@ RETRIES: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, None)
 FLUSH_TIME: Final = 2.0
 """How long closing a store, or the end of the interpreter, waits for wakes to be sent, in seconds."""
 IDLE_TIME: Final = 10.0
-PATIENCE: Final = 5.0
-"""How long a wake waits for an idle connection of the pool, in seconds."""
-LONGEST_WAIT: Final = 0.05
+IDLE_WAITS: Final = (0.003, 0.006, 0.012, 0.024)
 
 logger: Final = logging.getLogger("alkstore_sa.waker")
 
@@ -221,9 +218,9 @@ class _ThreadSender(_Sender):
 class _TaskSender(_Sender):
     """Sends from a task of the event loop in which the commit was made, through an async engine.
 
-    The task takes a connection only when the pool has an idle one: to open one takes a while, and a loop that is ended
-    or paused meanwhile leaves the server with half a connection. So where there is no pool, or it was disposed of, or
-    the loop is being ended, wakes go from a thread, over a connection of its own that it closes again.
+    The task would rather take an idle connection of the pool: to open one takes a while, and a loop that is ended or
+    paused meanwhile leaves the server with half a connection. So it waits a little for one. Where there is no pool, or it
+    was disposed of, or the loop is being ended, wakes go from a thread, over a connection that it opens and closes.
     """
 
     def forget_after_fork(self) -> None:
@@ -310,13 +307,12 @@ class _TaskSender(_Sender):
                 return
 
     async def _idle_connection(self) -> None:
-        """Wait until the pool has an idle connection."""
-        pool, wait, end = self._engine.pool, SHORTEST_GAP, time.monotonic() + PATIENCE
-        while isinstance(pool, QueuePool) and not pool.checkedin():
-            if time.monotonic() > end:
-                raise PoolTimeout(f"no connection of the pool was idle for {PATIENCE:g} s")
+        """Wait a little for the pool to have an idle connection; a busy pool serves the wake in its turn."""
+        pool = self._engine.pool
+        for wait in IDLE_WAITS:
+            if not isinstance(pool, QueuePool) or pool.checkedin():
+                return
             await asyncio.sleep(wait)
-            wait = min(wait * 2, LONGEST_WAIT)
 
     def _deliver_alone(self) -> None:
         """Send what is pending over a connection that belongs to no other event loop and no pool."""
