@@ -140,6 +140,7 @@ class QueueCore:
         self.payload_type = payload_type
         self._defaults = defaults
         self._statements = store.statements
+        self._plain_stamp: _Stamp | None = None
 
     # -- enqueue -------------------------------------------------------------------------------------------------------
 
@@ -160,6 +161,14 @@ class QueueCore:
         return jobs
 
     def _stamp(self, options: EnqueueOptions) -> _Stamp:
+        """Return the checked options; most enqueues have none, and share one."""
+        if options:
+            return self._checked_stamp(options)
+        if self._plain_stamp is None:
+            self._plain_stamp = self._checked_stamp(options)
+        return self._plain_stamp
+
+    def _checked_stamp(self, options: EnqueueOptions) -> _Stamp:
         unknown = options.keys() - EnqueueOptions.__annotations__.keys()
         if unknown:
             known = ", ".join(sorted(EnqueueOptions.__annotations__))

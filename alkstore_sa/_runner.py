@@ -6,6 +6,8 @@ it. A single statement needs no transaction around it and is sent in AUTOCOMMIT,
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from sqlalchemy import Connection, Engine
@@ -13,11 +15,13 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
+from alkstore_sa._connect import connect, prepare
 from alkstore_sa._failures import sqlstate
 from alkstore_sa._session import refuse_autocommit, require_postgresql
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncGenerator, Callable
+    from contextlib import AbstractContextManager
 
     from alkstore_sa._waker import Announcement
 
@@ -26,48 +30,24 @@ __all__ = ["AsyncRunner", "Runner"]
 T = TypeVar("T")
 
 SERIALIZATION_FAILURE: Final = "40001"
-TRANSACTIONAL: Final = "READ COMMITTED"
-
-
-class _Isolation:
-    """An engine in the isolation levels that operations need: AUTOCOMMIT for one statement, else READ COMMITTED.
-
-    A server or role whose default is a stricter level applies it to single statements too. The first serialization
-    failure of one tells, and from then on they get transactions.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._transactional: Engine = engine.execution_options(isolation_level=TRANSACTIONAL)
-        self._single: Engine = engine.execution_options(isolation_level="AUTOCOMMIT")
-
-    def engine(self, *, atomic: bool) -> Engine:
-        """Return the engine for an operation of one statement, or of several that are `atomic`."""
-        return self._transactional if atomic else self._single
-
-    def is_transactional(self, engine: Engine) -> bool:
-        """Tell whether what runs on `engine` must be committed; in AUTOCOMMIT it has been, one by one."""
-        return engine is self._transactional
-
-    def learns(self, error: DBAPIError, engine: Engine) -> bool:
-        """Tell whether to run again, in a transaction, what has failed on `engine`: it has changed nothing."""
-        if self.is_transactional(engine) or sqlstate(error) != SERIALIZATION_FAILURE:
-            return False
-        self._single = self._transactional
-        return True
 
 
 class Runner:
-    """Runs operations on a sync engine, or on a connection with a transaction of the caller's."""
+    """Runs operations on a sync engine, or on a connection with a transaction of the caller's.
+
+    A server or role whose default isolation is stricter than READ COMMITTED applies it to single statements too. The
+    first serialization failure of one tells, and from then on they get transactions.
+    """
 
     def __init__(self, bind: Engine | Connection) -> None:
         require_postgresql(bind.dialect.name)
         self._connection = bind if isinstance(bind, Connection) else None
-        self._isolation = _Isolation(bind.engine)
+        self._engine = bind.engine
+        self._always_atomic = False
 
-    @property
-    def session_bind(self) -> Engine | Connection:
-        """What a session of the engine's own is bound to."""
-        return self._connection or self._isolation.engine(atomic=True)
+    def connect(self) -> AbstractContextManager[Connection]:
+        """Take a connection in READ COMMITTED for a session of the engine's own; on a connection, that one."""
+        return nullcontext(self._connection) if self._connection else connect(self._engine, "READ COMMITTED")
 
     def run(
         self, operation: Callable[[Connection], T], *, atomic: bool = False, announce: Announcement | None = None
@@ -78,16 +58,22 @@ class Runner:
         """
         if self._connection is not None:
             return _run_on(self._connection, operation, announce)
-        while True:
-            engine = self._isolation.engine(atomic=atomic)
-            try:
-                with engine.begin() if self._isolation.is_transactional(engine) else engine.connect() as connection:
-                    result = operation(connection)
-            except DBAPIError as error:
-                if not self._isolation.learns(error, engine):
-                    raise
-            else:
-                return _announced(announce, engine, result)
+        atomic = atomic or self._always_atomic
+        try:
+            result = self._run(operation, atomic=atomic)
+        except DBAPIError as error:
+            if atomic or sqlstate(error) != SERIALIZATION_FAILURE:
+                raise
+            self._always_atomic = True  # the statement has changed nothing, so run it again
+            result = self._run(operation, atomic=True)
+        return _announced(announce, self._engine, result)
+
+    def _run(self, operation: Callable[[Connection], T], *, atomic: bool) -> T:
+        with connect(self._engine, "READ COMMITTED" if atomic else "AUTOCOMMIT") as connection:
+            if not atomic:
+                return operation(connection)
+            with connection.begin():
+                return operation(connection)
 
 
 class AsyncRunner:
@@ -103,10 +89,15 @@ class AsyncRunner:
         self._engine = bind.engine if isinstance(bind, AsyncConnection) else bind
         self._runner = Runner(self._engine.sync_engine)
 
-    @property
-    def session_bind(self) -> AsyncEngine | AsyncConnection:
-        """What a session of the engine's own is bound to."""
-        return self._connection or self._engine.execution_options(isolation_level=TRANSACTIONAL)
+    @asynccontextmanager
+    async def connect(self) -> AsyncGenerator[AsyncConnection]:
+        """Take a connection in READ COMMITTED for a session of the engine's own; on a connection, that one."""
+        if self._connection is not None:
+            yield self._connection
+            return
+        async with self._engine.connect() as connection:
+            await connection.run_sync(prepare, "READ COMMITTED")
+            yield connection
 
     async def run(
         self, operation: Callable[[Connection], T], *, atomic: bool = False, announce: Announcement | None = None
@@ -114,7 +105,7 @@ class AsyncRunner:
         """Do what `Runner.run` does, without blocking the event loop."""
         if self._connection is not None:
             return await self._connection.run_sync(_run_on, operation, announce)
-        return await greenlet_spawn(self._runner.run, operation, atomic=atomic, announce=announce)
+        return await greenlet_spawn(partial(self._runner.run, operation, atomic=atomic, announce=announce))
 
 
 def _run_on(connection: Connection, operation: Callable[[Connection], T], announce: Announcement | None) -> T:

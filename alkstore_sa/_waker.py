@@ -24,6 +24,7 @@ from sqlalchemy import Engine
 from sqlalchemy.pool import QueuePool
 from sqlalchemy.util import greenlet_spawn
 
+from alkstore_sa._connect import connect
 from alkstore_sa._failures import is_transient
 from alkstore_sa._processes import flush_at_exit, forget_after_fork
 from alkstore_sa._rules import error_text
@@ -113,7 +114,7 @@ class _Sender:
     """Sends the wakes that go through one engine's pool."""
 
     def __init__(self, engine: Engine, token: str) -> None:
-        self._engine: Engine = engine.execution_options(isolation_level="AUTOCOMMIT")
+        self._engine = engine
         self._token = token
         self.forget_after_fork()
         forget_after_fork(self)
@@ -159,7 +160,7 @@ class _Sender:
         self._thread = thread
 
     def _notify(self, engine: Engine, channels: set[str]) -> None:
-        with engine.connect() as connection:
+        with connect(engine, "AUTOCOMMIT") as connection:
             connection.execute(WAKE, {"channels": sorted(channels), "token": self._token})
             if self._engine.pool is not self._pool:
                 connection.invalidate()  # the application has disposed of its pool meanwhile: leave none in a new one
@@ -219,8 +220,8 @@ class _TaskSender(_Sender):
     """Sends from a task of the event loop in which the commit was made, through an async engine.
 
     The task would rather take an idle connection of the pool: to open one takes a while, and a loop that is ended or
-    paused meanwhile leaves the server with half a connection. So it waits a little for one. Where there is no pool, or it
-    was disposed of, or the loop is being ended, wakes go from a thread, over a connection that it opens and closes.
+    paused meanwhile leaves the server with half a connection. So it waits a little for one. Where there is no pool, or
+    it was disposed of, or the loop is being ended, wakes go from a thread, over a connection that it opens and closes.
     """
 
     def forget_after_fork(self) -> None:
@@ -341,7 +342,7 @@ class _TaskSender(_Sender):
     async def _deliver_privately(self, channels: set[str]) -> None:
         engine = self._engine
         private = Engine(engine.pool.recreate(), engine.dialect, engine.url)
-        await greenlet_spawn(self._notify, private.execution_options(isolation_level="AUTOCOMMIT"), channels)
+        await greenlet_spawn(self._notify, private, channels)
         await greenlet_spawn(private.dispose)
 
 

@@ -271,9 +271,9 @@ class Store(_StoreDoor):
         Leaving the block commits, an exception rolls back; either gives the connection back to the pool. Objects stay
         readable after the commit (`expire_on_commit=False`).
         """
-        bind = self._runner.session_bind
         async with (
-            AsyncSession(bind, expire_on_commit=False, join_transaction_mode="create_savepoint") as session,
+            self._runner.connect() as connection,
+            AsyncSession(connection, expire_on_commit=False, join_transaction_mode="create_savepoint") as session,
             session.begin(),
         ):
             yield session
@@ -399,9 +399,9 @@ class SyncStore(_StoreDoor):
     @contextmanager
     def begin(self) -> Generator[Session]:
         """Hand out a session in a READ COMMITTED transaction: see `Store.begin`."""
-        bind = self._runner.session_bind
         with (
-            Session(bind, expire_on_commit=False, join_transaction_mode="create_savepoint") as session,
+            self._runner.connect() as connection,
+            Session(connection, expire_on_commit=False, join_transaction_mode="create_savepoint") as session,
             session.begin(),
         ):
             yield session
