@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from alkstore_sa._failures import is_transient
 from alkstore_sa._jobs import Held
 from alkstore_sa._pace import Pace
+from alkstore_sa._tasks import KeptTask, finish_within, succeeded, wait_or_give_up
 from alkstore_sa.job import JobHandle
 
 if TYPE_CHECKING:
@@ -56,15 +57,12 @@ async def consume(
 
 async def _claim(core: QueueCore, runner: AsyncRunner, worker_id: str, batch: int) -> Claims:
     """Claim; a cancellation that comes meanwhile costs no job its attempt."""
-    claim = asyncio.ensure_future(runner.run(core.store.checked(core.claim(worker_id, batch))))
+    claim = KeptTask(runner.run(core.store.checked(core.claim(worker_id, batch))))
     try:
         return await asyncio.shield(claim)
     except asyncio.CancelledError:
-        await asyncio.wait({claim}, timeout=GIVE_BACK_TIME)
-        if not claim.done():
-            claim.cancel()
-            await asyncio.wait({claim})
-        if not claim.cancelled() and claim.exception() is None:
+        await wait_or_give_up(claim, GIVE_BACK_TIME)
+        if succeeded(claim):
             await _give_back(core, runner, claim.result().claims)
         raise
 
@@ -74,10 +72,5 @@ async def _give_back(core: QueueCore, runner: AsyncRunner, claims: Sequence[Clai
     if not claims:
         return
     operation = core.release([Held(claim.row.id, claim.row.lease) for claim in claims])
-    release = asyncio.ensure_future(runner.run(operation, announce=core.announcement))
-    await asyncio.wait({release}, timeout=GIVE_BACK_TIME)
-    if not release.done():
-        release.cancel()
-        await asyncio.wait({release})
-    if release.cancelled() or release.exception() is not None:
+    if not succeeded(await finish_within(GIVE_BACK_TIME, runner.run(operation, announce=core.announcement))):
         logger.warning("queue %s: %d jobs were not given back, so their leases decide", core.name, len(claims))

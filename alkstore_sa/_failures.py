@@ -7,7 +7,10 @@ from typing import Final
 
 from sqlalchemy.exc import DBAPIError, TimeoutError as PoolTimeout
 
-__all__ = ["is_transient", "sqlstate"]
+__all__ = ["NO_SUCH_STATEMENT", "is_transient", "sqlstate"]
+
+NO_SUCH_STATEMENT: Final = ("26000", "42P05")
+"""What a transaction pooler makes of statements that a driver prepares: on another connection there is none, or one."""
 
 # The beginnings of SQLSTATEs that pass by themselves: connection, read-only (a failover under way), idle timeout,
 # deadlock or serialization, resources, lock, shutdown.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from sqlalchemy import func
 from sqlalchemy.exc import DBAPIError
 
+from alkstore_sa._connect import is_autocommit
 from alkstore_sa._insertion import Insertion
 from alkstore_sa._rules import (
     Duration,
@@ -295,7 +296,7 @@ class QueueCore:
         except LeaseLost:
             pass  # another claim has it already, and will come to the same end
         except DBAPIError as failure:
-            if failure.connection_invalidated or not _is_autocommit(connection):
+            if failure.connection_invalidated or not is_autocommit(connection):
                 raise
             logger.warning(
                 "job %d of %s does not decode and could not be moved to dead: %s", held.id, self.name, failure
@@ -428,11 +429,6 @@ class QueueCore:
         return operation
 
 
-def _is_autocommit(connection: Connection) -> bool:
-    """Tell whether each statement is committed by itself, as on a runner's engine for single statements."""
-    return connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT"
-
-
 @contextlib.contextmanager
 def _kept(connection: Connection, claims: list[Claim]) -> Generator[None]:
     """Let a database error pass where jobs were claimed before it, and committed.
@@ -442,7 +438,7 @@ def _kept(connection: Connection, claims: list[Claim]) -> Generator[None]:
     try:
         yield
     except DBAPIError as failure:
-        if not (claims and _is_autocommit(connection)):
+        if not (claims and is_autocommit(connection)):
             raise
         logger.warning("a claim was cut short: %s", failure)
 

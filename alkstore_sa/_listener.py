@@ -15,7 +15,7 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from alkstore_sa._failures import sqlstate
+from alkstore_sa._failures import NO_SUCH_STATEMENT, sqlstate
 from alkstore_sa._hub import Wakeup
 from alkstore_sa._processes import forget_after_fork
 from alkstore_sa._rules import ENGINE_PREFIX, error_text
@@ -43,9 +43,6 @@ POOLED: Final = (
     " on, as in Store(engine, listen_engine=create_async_engine(...)), or say Store(engine, wakes='poll')"
 )
 CLOSED: Final = "this store is closed, so it does not listen any more"
-
-# What a transaction pooler makes of prepared statements.
-NO_SUCH_STATEMENT: Final = ("26000", "42P05")
 
 logger: Final = logging.getLogger("alkstore_sa.listener")
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
-from alkstore_sa._connect import connect, prepare
-from alkstore_sa._failures import sqlstate
+from alkstore_sa._connect import Executor, connect, prepare
 from alkstore_sa._session import refuse_autocommit, require_postgresql
 
 if TYPE_CHECKING:
@@ -29,25 +27,18 @@ __all__ = ["AsyncRunner", "Runner"]
 
 T = TypeVar("T")
 
-SERIALIZATION_FAILURE: Final = "40001"
-
 
 class Runner:
-    """Runs operations on a sync engine, or on a connection with a transaction of the caller's.
-
-    A server or role whose default isolation is stricter than READ COMMITTED applies it to single statements too. The
-    first serialization failure of one tells, and from then on they get transactions.
-    """
+    """Runs operations on a sync engine, or on a connection with a transaction of the caller's."""
 
     def __init__(self, bind: Engine | Connection) -> None:
         require_postgresql(bind.dialect.name)
         self._connection = bind if isinstance(bind, Connection) else None
-        self._engine = bind.engine
-        self._always_atomic = False
+        self._executor = Executor(bind.engine)
 
     def connect(self) -> AbstractContextManager[Connection]:
         """Take a connection in READ COMMITTED for a session of the engine's own; on a connection, that one."""
-        return nullcontext(self._connection) if self._connection else connect(self._engine, "READ COMMITTED")
+        return nullcontext(self._connection) if self._connection else connect(self._executor.engine, "READ COMMITTED")
 
     def run(
         self, operation: Callable[[Connection], T], *, atomic: bool = False, announce: Announcement | None = None
@@ -58,22 +49,7 @@ class Runner:
         """
         if self._connection is not None:
             return _run_on(self._connection, operation, announce)
-        atomic = atomic or self._always_atomic
-        try:
-            result = self._run(operation, atomic=atomic)
-        except DBAPIError as error:
-            if atomic or sqlstate(error) != SERIALIZATION_FAILURE:
-                raise
-            self._always_atomic = True  # the statement has changed nothing, so run it again
-            result = self._run(operation, atomic=True)
-        return _announced(announce, self._engine, result)
-
-    def _run(self, operation: Callable[[Connection], T], *, atomic: bool) -> T:
-        with connect(self._engine, "READ COMMITTED" if atomic else "AUTOCOMMIT") as connection:
-            if not atomic:
-                return operation(connection)
-            with connection.begin():
-                return operation(connection)
+        return _announced(announce, self._executor.engine, self._executor.run(operation, atomic=atomic))
 
 
 class AsyncRunner:

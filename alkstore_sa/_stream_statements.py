@@ -105,6 +105,7 @@ SET "offset" = greatest(stored."offset", :offset), updated_at = statement_timest
 WHERE stored.stream = :stream AND stored.consumer = :consumer AND stored.lease = :lease
 RETURNING stored."offset\""""
 
+# Only for a consumer without a row: with one, it would wait for an open transaction that has changed it.
 REGISTER: Final = """
 INSERT INTO {stream_offset} (stream, consumer, "offset") VALUES (:stream, :consumer, 0) ON CONFLICT DO NOTHING"""
 
@@ -120,6 +121,11 @@ UPDATE {stream_offset} AS stored
 SET lease = nextval({lease_sequence}), lease_expires_at = statement_timestamp() + CAST(:ttl AS interval)
 WHERE stored.stream = :stream AND stored.consumer = :consumer AND EXISTS (SELECT FROM free)
 RETURNING stored."offset", stored.lease"""
+
+# For how many seconds another holds it; none or less where a transaction holds the row of a lease that is free.
+LEASE_LEFT: Final = """
+SELECT CAST(coalesce(extract(epoch FROM stored.lease_expires_at - statement_timestamp()), 0) AS float8) AS seconds
+FROM {stream_offset} AS stored WHERE stored.stream = :stream AND stored.consumer = :consumer"""
 
 # Renews the lease from now and saves how far the consumer has come. It does not wait for an open transaction that holds
 # the row (a SAVE_HELD in it): that answers 'held', and keeps the lease from being taken. A lapsed lease stays lapsed.
@@ -162,12 +168,13 @@ DELETE FROM {stream_offset} WHERE stream = :stream AND consumer = :consumer RETU
 # -- Trimming ----------------------------------------------------------------------------------------------------------
 
 # A portion, from the oldest event on: what every consumer has passed, beyond the newest :keep events, and before the
-# first one that is younger than :older_than. Only as many events are looked at as may go.
+# first one that is younger than :older_than. Only as many events are looked at as may go; how many is kept from the
+# planner, which would otherwise read and sort a whole stream that it believes to be not much longer.
 TRIM: Final = """
 WITH oldest AS MATERIALIZED (
     SELECT event."offset", event.created_at FROM {stream_event} AS event
     WHERE event.stream = :stream AND event."offset" IS NOT NULL
-    ORDER BY event."offset" LIMIT :n
+    ORDER BY event."offset" LIMIT (SELECT CAST(:n AS bigint))
 ), bound AS MATERIALIZED (
     SELECT least(
         (SELECT stream.head FROM {stream} AS stream WHERE stream.name = :stream)
@@ -179,7 +186,7 @@ WITH oldest AS MATERIALIZED (
 ), picked AS MATERIALIZED (
     SELECT event.id FROM {stream_event} AS event
     WHERE event.stream = :stream AND event."offset" <= (SELECT bound.last FROM bound)
-    ORDER BY event."offset" LIMIT :n FOR UPDATE SKIP LOCKED
+    ORDER BY event."offset" LIMIT (SELECT CAST(:n AS bigint)) FOR UPDATE SKIP LOCKED
 )
 DELETE FROM {stream_event} AS event WHERE event.id = ANY (ARRAY(SELECT picked.id FROM picked)) RETURNING event.id"""
 
@@ -203,6 +210,7 @@ class StreamStatements:
         self.save_held: TextClause = self._build(SAVE_HELD)
         self.register: TextClause = self._build(REGISTER)
         self.take: TextClause = self._build(TAKE)
+        self.lease_left: TextClause = self._build(LEASE_LEFT)
         self.keep: TextClause = self._build(KEEP)
         self.leave: TextClause = self._build(LEAVE)
         self.forget: TextClause = self._build(FORGET)

@@ -5,6 +5,7 @@ Both doors (`Stream` and `SyncStream`) and the subscription stand on it.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from alkstore_sa._insertion import Insertion
@@ -16,7 +17,6 @@ from alkstore_sa.errors import LeaseLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from datetime import timedelta
 
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
@@ -135,14 +135,19 @@ class StreamCore:
         parameters = self._of(consumer)
         return lambda connection: connection.scalar(self._statements.forget, parameters) is not None
 
-    def take(self, consumer: str, ttl: timedelta) -> Callable[[Connection], Hold | None]:
-        """Return the operation that takes a consumer's lease, if it is free."""
+    def take(self, consumer: str, ttl: timedelta) -> Callable[[Connection], Hold | timedelta]:
+        """Return the operation that takes a consumer's lease, or tells for how long another holds it."""
         parameters = self._of(consumer)
 
-        def operation(connection: Connection) -> Hold | None:
-            connection.execute(self._statements.register, parameters)
-            row = connection.execute(self._statements.take, parameters | {"ttl": ttl}).one_or_none()
-            return None if row is None else Hold(row.lease, row.offset)
+        def operation(connection: Connection) -> Hold | timedelta:
+            while True:
+                row = connection.execute(self._statements.take, parameters | {"ttl": ttl}).one_or_none()
+                if row is not None:
+                    return Hold(row.lease, row.offset)
+                row = connection.execute(self._statements.lease_left, parameters).one_or_none()
+                if row is not None:
+                    return timedelta(seconds=row.seconds)
+                connection.execute(self._statements.register, parameters)
 
         return operation
 

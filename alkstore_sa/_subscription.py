@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from alkstore_sa._failures import is_transient
 from alkstore_sa._pace import Pace
+from alkstore_sa._streams import Hold
+from alkstore_sa._tasks import finish_within, succeeded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from alkstore_sa._listener import Listener
     from alkstore_sa._runner import AsyncRunner
-    from alkstore_sa._streams import Hold, StreamCore
+    from alkstore_sa._streams import StreamCore
 
 __all__ = ["Consumer"]
 
@@ -58,6 +60,7 @@ class Consumer:
         self._done = 0
         self._saved = 0
         self._until = 0.0
+        self._lease_of_another: timedelta | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._in_body = False
         self._left = asyncio.Event()
@@ -74,7 +77,7 @@ class Consumer:
                     wakeup.clear()
                     try:
                         rows = await self._look()
-                        pause = self._pace.pause(None)
+                        pause = self._pace.pause(self._lease_of_another)
                     except Exception as error:
                         if not is_transient(error):
                             raise
@@ -107,6 +110,7 @@ class Consumer:
         """Return the next page; none where another process holds the lease. At the end of events save what is done."""
         if self._held() is None and not await self._take():
             return []
+        self._lease_of_another = None
         if self._done > self._saved:
             await self._keep()
         rows = await self._run(self._core.read(self._done, self._page))
@@ -120,11 +124,14 @@ class Consumer:
 
     async def _take(self) -> bool:
         await self._end_keeper()
+        self._hold = None
         begun = time.monotonic()
-        self._hold = await self._run(self._core.take(self.name, self._ttl))
-        if self._hold is None:
+        taken = await self._run(self._core.take(self.name, self._ttl))
+        if not isinstance(taken, Hold):
+            self._lease_of_another = taken
             return False
-        self._done = self._saved = self._hold.offset
+        self._hold = taken
+        self._done = self._saved = taken.offset
         self._until = begun + self._ttl.total_seconds()
         self._keeper = asyncio.create_task(self._keep_up(), name="alkstore-consumer")
         return True
@@ -175,10 +182,5 @@ class Consumer:
 
     async def _briefly(self, goodbye: Coroutine[Any, Any, Any]) -> None:
         """Do something at the end, for two seconds at most."""
-        task = asyncio.ensure_future(goodbye)
-        await asyncio.wait({task}, timeout=GOODBYE_TIME)
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-        if task.cancelled() or task.exception() is not None:
+        if not succeeded(await finish_within(GOODBYE_TIME, goodbye)):
             logger.warning("consumer %s of stream %s: what is done was not saved", self.name, self._core.name)

@@ -24,16 +24,16 @@ from sqlalchemy import Engine
 from sqlalchemy.pool import QueuePool
 from sqlalchemy.util import greenlet_spawn
 
-from alkstore_sa._connect import connect
+from alkstore_sa._connect import Executor, is_autocommit
 from alkstore_sa._failures import is_transient
 from alkstore_sa._processes import flush_at_exit, forget_after_fork
 from alkstore_sa._rules import error_text
 from alkstore_sa.statements import WAKE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from sqlalchemy import Dialect, Pool
+    from sqlalchemy import Connection, Dialect, Pool
 
 __all__ = ["Announcement", "Waker"]
 
@@ -115,6 +115,7 @@ class _Sender:
 
     def __init__(self, engine: Engine, token: str) -> None:
         self._engine = engine
+        self._executor = Executor(engine)
         self._token = token
         self.forget_after_fork()
         forget_after_fork(self)
@@ -159,11 +160,13 @@ class _Sender:
         thread.start()
         self._thread = thread
 
-    def _notify(self, engine: Engine, channels: set[str]) -> None:
-        with connect(engine, "AUTOCOMMIT") as connection:
+    def _notify(self, executor: Executor, channels: set[str]) -> None:
+        def operation(connection: Connection) -> None:
             connection.execute(WAKE, {"channels": sorted(channels), "token": self._token})
-            if self._engine.pool is not self._pool:
+            if self._engine.pool is not self._pool and is_autocommit(connection):
                 connection.invalidate()  # the application has disposed of its pool meanwhile: leave none in a new one
+
+        executor.run(operation)
 
     def _pause(self, error: Exception, wait: float | None) -> float | None:
         """Return how long to wait before the next try; None when there is to be none, as a late wake is of no use."""
@@ -206,7 +209,7 @@ class _ThreadSender(_Sender):
     def _deliver(self, channels: set[str]) -> None:
         for wait in RETRIES:
             try:
-                self._notify(self._engine, channels)
+                self._notify(self._executor, channels)
             except Exception as error:  # noqa: BLE001  (nobody waits for it, and later wakes must be sent)
                 pause = self._pause(error, wait)
                 if pause is None:
@@ -227,6 +230,7 @@ class _TaskSender(_Sender):
     def forget_after_fork(self) -> None:
         super().forget_after_fork()
         self._task: asyncio.Task[None] | None = None
+        self._taken: set[str] = set()
 
     def send(self, channel: str) -> None:
         loop = asyncio.get_running_loop()
@@ -235,6 +239,7 @@ class _TaskSender(_Sender):
             if not isinstance(self._pool, QueuePool):
                 self._hand_over()
             elif not self._is_running(loop):
+                self._take_back()
                 # In a context of its own: what a request keeps in its context variables is none of its business.
                 self._task = contextvars.Context().run(loop.create_task, self._run(), name="alkstore-waker")
 
@@ -258,8 +263,10 @@ class _TaskSender(_Sender):
     def flush_at_exit(self) -> None:
         if self._thread is not None:
             self._wait_until_sent()
-        elif self._pending:
-            self._deliver_alone()  # an event loop was closed before its task came to it, and no thread can start now
+        with self._changed:
+            self._take_back()
+        if self._pending:
+            self._deliver_alone([None])  # a loop was closed before its task came to it, and no thread can start now
 
     def _is_running(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Tell whether there is a task that will see what is pending: one on `loop`, or on another that is running."""
@@ -272,18 +279,25 @@ class _TaskSender(_Sender):
             while channels := self._take_in_task():
                 begun = time.monotonic()
                 await self._deliver(channels)
+                self._taken = set()
                 await asyncio.sleep(_gap(begun))
         finally:
             with self._changed:
+                self._take_back()
                 self._hand_over()
 
     def _take_in_task(self) -> set[str]:
         """Return what is to be sent; when that is nothing, or nothing for this event loop, the task is over."""
         with self._changed:
-            channels = self._take() if self._engine.pool is self._pool else set[str]()
+            channels = self._taken = self._take() if self._engine.pool is self._pool else set[str]()
             if not channels and self._task is asyncio.current_task():
                 self._task = None
         return channels
+
+    def _take_back(self) -> None:
+        """Have sent again what a task has taken and not sent; with the lock held."""
+        self._pending |= self._taken
+        self._taken = set()
 
     def _hand_over(self) -> None:
         """Have the thread send what is pending; with the lock held."""
@@ -294,11 +308,7 @@ class _TaskSender(_Sender):
         for wait in RETRIES:
             try:
                 await self._idle_connection()
-                await greenlet_spawn(self._notify, self._engine, channels)
-            except asyncio.CancelledError:
-                with self._changed:
-                    self._pending |= channels
-                raise
+                await greenlet_spawn(self._notify, self._executor, channels)
             except Exception as error:  # noqa: BLE001  (nobody waits for it, and later wakes must be sent)
                 pause = self._pause(error, wait)
                 if pause is None:
@@ -315,19 +325,23 @@ class _TaskSender(_Sender):
                 return
             await asyncio.sleep(wait)
 
-    def _deliver_alone(self) -> None:
+    def _deliver_alone(self, retries: Sequence[float | None] = RETRIES) -> None:
         """Send what is pending over a connection that belongs to no other event loop and no pool."""
         loop = _LoopAlone()
         try:
             while channels := self._take_in_thread():
                 begun = time.monotonic()
-                loop.run_until_complete(asyncio.wait_for(self._deliver_privately(channels), FLUSH_TIME))
+                for wait in retries:
+                    try:
+                        loop.run_until_complete(asyncio.wait_for(self._deliver_privately(channels), FLUSH_TIME))
+                    except Exception as error:  # noqa: BLE001  (nobody waits for it, and later wakes must be sent)
+                        pause = self._pause(error, wait)
+                        if pause is None:
+                            break
+                        time.sleep(pause)
+                    else:
+                        break
                 time.sleep(_gap(begun))
-        except Exception as error:  # noqa: BLE001  (the application may be ending, and a wake is a hint)
-            logger.info("a wake was not sent, so its job waits for the next look: %s", error_text(error))
-            with self._changed:
-                self._thread, self._sending = None, False
-                self._changed.notify_all()
         finally:
             loop.close()
 
@@ -342,7 +356,7 @@ class _TaskSender(_Sender):
     async def _deliver_privately(self, channels: set[str]) -> None:
         engine = self._engine
         private = Engine(engine.pool.recreate(), engine.dialect, engine.url)
-        await greenlet_spawn(self._notify, private, channels)
+        await greenlet_spawn(self._notify, Executor(private), channels)
         await greenlet_spawn(private.dispose)
 
 

@@ -331,15 +331,15 @@ class _DeliveryLoop:
             await asyncio.gather(*self._running, return_exceptions=True)
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _fill(self) -> float | None:
-        """Start as many deliveries as there are free slots; return how long to sleep, None until a slot is free."""
+    async def _fill(self) -> float:
+        """Start as many deliveries as there are free slots; return how long to sleep, unless one becomes free."""
         free = self._concurrency - len(self._running)
-        if not free:
-            return None
         try:
             if self._loop.time() >= self._next_sweep:
                 self._next_sweep = self._loop.time() + SWEEP_INTERVAL
                 await self._queue.sweep_expired()
+            if not free:
+                return self._until_sweep()
             jobs = await self._queue.claim(self._worker_id, free)
             for job in jobs:
                 task = asyncio.create_task(self._deliver_one(job))
@@ -348,7 +348,7 @@ class _DeliveryLoop:
             if jobs:
                 self._pace.found()
             if len(jobs) == free:
-                return None
+                return self._until_sweep()
             due = await self._queue.next_due()
         except Exception as error:
             if not is_transient(error):
@@ -356,7 +356,10 @@ class _DeliveryLoop:
             wait = self._pace.back_off()
             logger.warning("outbox %s: claim failed, next try in %.2f s: %s", self._queue.name, wait, error)
             return wait
-        return self._pace.pause(due)
+        return min(self._pace.pause(due), self._until_sweep())
+
+    def _until_sweep(self) -> float:
+        return max(0.0, self._next_sweep - self._loop.time())
 
     async def _deliver_one(self, claimed: JobHandle[Any]) -> None:
         job = claimed.for_thread()
