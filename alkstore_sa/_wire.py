@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from alkstore_sa._channels import quote_channel
 from alkstore_sa._rules import error_text
+from alkstore_sa._tasks import KeptTask, succeeded, wait_or_give_up
 from alkstore_sa.errors import UnsupportedDialect
 
 if TYPE_CHECKING:
@@ -95,8 +96,19 @@ async def open_wire(
     kind = DRIVERS.get(engine.dialect.driver)
     if kind is None:
         raise UnsupportedDialect(f"listening needs asyncpg or psycopg, not {engine.dialect.driver}")
-    connection = await _within(timeout, _open(engine), lambda: None)
-    return Wire(kind(connection, on_notify, on_lost), timeout)
+    opening = KeptTask(_open(engine))
+    try:
+        await asyncio.wait({opening}, timeout=timeout)
+    except asyncio.CancelledError:
+        # Half a connection would stay with the server, which waits a minute for the rest: let it become a whole one.
+        await wait_or_give_up(opening, GOODBYE)
+        if succeeded(opening):
+            await Wire(kind(opening.result(), on_notify, on_lost), timeout).close()
+        raise
+    if not opening.done():
+        await wait_or_give_up(opening, 0)
+        raise WireLost(f"the server has not let us in within {timeout:g} s")
+    return Wire(kind(opening.result(), on_notify, on_lost), timeout)
 
 
 async def _open(engine: AsyncEngine) -> Any:
