@@ -242,7 +242,9 @@ async def test_enqueue_many_takes_one_round_trip_for_thousands(store: Store, eng
     sent: list[str] = []
     event.listen(engine.sync_engine, "before_cursor_execute", lambda *args: sent.append(args[2]))
     ids = await queue.enqueue_many(range(5000))
-    assert (len(sent), len(set(ids)), count(sql)) == (1, 5000, 5001)
+    await store.close()  # the wakes have been sent
+    inserts = [statement for statement in sent if "pg_notify" not in statement]
+    assert (len(inserts), len(set(ids)), count(sql)) == (1, 5000, 5001)
 
 
 async def test_enqueue_many_stores_all_or_none(door: Store, sql: Sql) -> None:
