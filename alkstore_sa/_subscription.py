@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from alkstore_sa._failures import is_transient
 from alkstore_sa._pace import Pace
 from alkstore_sa._streams import Hold
-from alkstore_sa._tasks import finish_within, succeeded
+from alkstore_sa._tasks import finish_within, kept, succeeded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -76,7 +76,7 @@ class Consumer:
                 while not closed.cancelled:
                     wakeup.clear()
                     try:
-                        rows = await self._look()
+                        rows = await kept(self._look(), GOODBYE_TIME)
                         pause = self._pace.pause(self._lease_of_another)
                     except Exception as error:
                         if not is_transient(error):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-__all__ = ["KeptTask", "finish_within", "succeeded", "wait_or_give_up"]
+__all__ = ["KeptTask", "finish_within", "kept", "succeeded", "wait_or_give_up"]
 
 T = TypeVar("T")
 
@@ -30,6 +30,19 @@ class KeptTask(asyncio.Task[T]):
         """Cancel the task."""
         self._given_up = True
         self.cancel()
+
+
+async def kept(work: Coroutine[Any, Any, T], seconds: float) -> T:
+    """Return what `work` returns; a cancellation that comes meanwhile has it come to its end, within `seconds`, first.
+
+    It is raised here, whatever becomes of it within: SQLAlchemy's ping before use, say, may swallow one.
+    """
+    task = KeptTask(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await wait_or_give_up(task, seconds)
+        raise
 
 
 async def finish_within(seconds: float, work: Coroutine[Any, Any, T]) -> KeptTask[T]:
@@ -57,5 +70,7 @@ def succeeded(task: asyncio.Task[Any]) -> bool:
 
 
 def _see(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
+    try:
         task.exception()
+    except asyncio.CancelledError as error:
+        error.__traceback__ = None  # its frames would keep a half-open connection until the next garbage collection

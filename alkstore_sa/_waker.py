@@ -222,9 +222,10 @@ class _ThreadSender(_Sender):
 class _TaskSender(_Sender):
     """Sends from a task of the event loop in which the commit was made, through an async engine.
 
-    The task would rather take an idle connection of the pool: to open one takes a while, and a loop that is ended or
-    paused meanwhile leaves the server with half a connection. So it waits a little for one. Where there is no pool, or
-    it was disposed of, or the loop is being ended, wakes go from a thread, over a connection that it opens and closes.
+    The task opens no connection: that takes a while, and a loop that is ended or paused meanwhile leaves the server with
+    half of one. It waits a little for the pool to have an idle one, and queues for one where the pool is exhausted.
+    Otherwise, also without a pool, after a dispose, or when the loop is being ended, wakes go from a thread, over a
+    connection that it opens and closes.
     """
 
     def forget_after_fork(self) -> None:
@@ -278,6 +279,8 @@ class _TaskSender(_Sender):
         try:
             while channels := self._take_in_task():
                 begun = time.monotonic()
+                if not await self._may_send():
+                    return
                 await self._deliver(channels)
                 self._taken = set()
                 await asyncio.sleep(_gap(begun))
@@ -307,7 +310,6 @@ class _TaskSender(_Sender):
     async def _deliver(self, channels: set[str]) -> None:
         for wait in RETRIES:
             try:
-                await self._idle_connection()
                 await greenlet_spawn(self._notify, self._executor, channels)
             except Exception as error:  # noqa: BLE001  (nobody waits for it, and later wakes must be sent)
                 pause = self._pause(error, wait)
@@ -317,13 +319,17 @@ class _TaskSender(_Sender):
             else:
                 return
 
-    async def _idle_connection(self) -> None:
-        """Wait a little for the pool to have an idle connection; a busy pool serves the wake in its turn."""
+    async def _may_send(self) -> bool:
+        """Tell whether the pool gives a connection without opening one; wait a little for it to have an idle one."""
         pool = self._engine.pool
+        if not isinstance(pool, QueuePool):
+            return False
         for wait in IDLE_WAITS:
-            if not isinstance(pool, QueuePool) or pool.checkedin():
-                return
+            if pool.checkedin():
+                return True
             await asyncio.sleep(wait)
+        exhausted: bool = 0 <= pool._max_overflow <= pool.overflow()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        return exhausted or pool.checkedin() > 0
 
     def _deliver_alone(self, retries: Sequence[float | None] = RETRIES) -> None:
         """Send what is pending over a connection that belongs to no other event loop and no pool."""

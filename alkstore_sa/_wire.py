@@ -107,7 +107,7 @@ async def open_wire(
         raise
     if not opening.done():
         await wait_or_give_up(opening, 0)
-        raise WireLost(f"the server has not let us in within {timeout:g} s")
+        raise WireLost(f"the server has not answered within {timeout:g} s")
     return Wire(kind(opening.result(), on_notify, on_lost), timeout)
 
 

@@ -18,6 +18,7 @@ from alkstore_sa._failures import is_transient
 from alkstore_sa._jobs import JobDefaults
 from alkstore_sa._pace import Pace
 from alkstore_sa._rules import check_count, check_duration, check_name
+from alkstore_sa._tasks import kept
 from alkstore_sa.errors import LeaseLost
 from alkstore_sa.queue import Queue, SyncQueue
 
@@ -50,6 +51,7 @@ OUTBOX_DEFAULTS: Final = JobDefaults(
 FIRST_RETRY: Final = 0.05
 LAST_RETRY: Final = 2.0
 SWEEP_INTERVAL: Final = 30.0
+CLAIM_TIME: Final = 2.0
 
 logger: Final = logging.getLogger("alkstore_sa.outbox")
 
@@ -317,7 +319,7 @@ class _DeliveryLoop:
         try:
             while not self._stopping:
                 self._wakeup.clear()
-                await self._wakeup.wait(await self._fill())
+                await self._wakeup.wait(await kept(self._fill(), CLAIM_TIME))
                 if self._failure is not None:
                     raise self._failure
             if self._running:
