@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar
 
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import NullPool, QueuePool
 
 from alkstore_sa._failures import NO_SUCH_STATEMENT, sqlstate
 
@@ -73,9 +74,10 @@ def prepare(connection: Connection, isolation_level: IsolationLevel) -> None:
         # SQLAlchemy asks the server for it over an engine's first connection, and does not have others wait for that.
         connection.dialect.initialize(connection)
         connection.rollback()
-    # The application's own listeners may have left a new connection in a transaction, where its level cannot change any
-    # more. Otherwise this sends nothing.
-    connection.connection.commit()
+    if isinstance(connection.engine.pool, (QueuePool, NullPool)):  # other pools may share it with a session
+        # The application's own listeners may have left a new connection in a transaction, where its level cannot change
+        # any more. Otherwise this sends nothing.
+        connection.connection.commit()
     connection.execution_options(isolation_level=isolation_level)
 
 

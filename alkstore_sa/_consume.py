@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from alkstore_sa._failures import is_transient
 from alkstore_sa._jobs import Held
 from alkstore_sa._pace import Pace
-from alkstore_sa._tasks import KeptTask, finish_within, succeeded, wait_or_give_up
+from alkstore_sa._tasks import KeptTask, finish_within, succeeded
 from alkstore_sa.job import JobHandle
 
 if TYPE_CHECKING:
@@ -57,13 +57,23 @@ async def consume(
 
 async def _claim(core: QueueCore, runner: AsyncRunner, worker_id: str, batch: int) -> Claims:
     """Claim; a cancellation that comes meanwhile costs no job its attempt."""
-    claim = KeptTask(runner.run(core.store.checked(core.claim(worker_id, batch))))
+    wanted = True
+
+    async def claim() -> Claims:
+        claimed = await runner.run(core.store.checked(core.claim(worker_id, batch)))
+        if not wanted:
+            await _give_back(core, runner, claimed.claims)
+        return claimed
+
+    task = KeptTask(claim(), GIVE_BACK_TIME)
     try:
-        return await asyncio.shield(claim)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await wait_or_give_up(claim, GIVE_BACK_TIME)
-        if succeeded(claim):
-            await _give_back(core, runner, claim.result().claims)
+        wanted = False
+        if succeeded(task):  # at this very moment
+            await _give_back(core, runner, task.result().claims)
+        task.cancel()
+        await asyncio.wait({task}, timeout=2 * GIVE_BACK_TIME)
         raise
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -43,28 +44,42 @@ class Hub:
         """Start anew: the sinks of the parent process are its own, and so are their event loops."""
         self._lock = threading.Lock()
         self._sinks: dict[str, tuple[Sink, ...]] = {}
+        self._gone: deque[tuple[set[str], Sink]] = deque()
 
     @contextmanager
     def subscribed(self, channels: Iterable[str], sink: Sink) -> Generator[None]:
         """Hand what arrives on `channels` to `sink` for the time of the block."""
         channels = set(channels)
         with self._lock:
+            self._drop_gone()
             for channel in channels:
                 self._sinks[channel] = (*self._sinks.get(channel, ()), sink)
         try:
             yield
         finally:
-            with self._lock:
-                for channel in channels & self._sinks.keys():
-                    left = tuple(other for other in self._sinks[channel] if other is not sink)
-                    if left:
-                        self._sinks[channel] = left
-                    else:
-                        del self._sinks[channel]
+            # This may be the garbage collector's work, in the midst of a change in the same thread: do not wait for it.
+            self._gone.append((channels, sink))
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._drop_gone()
+                finally:
+                    self._lock.release()
+
+    def _drop_gone(self) -> None:
+        """Remove the sinks whose blocks have ended; with the lock held."""
+        while self._gone:
+            channels, sink = self._gone.popleft()
+            for channel in channels & self._sinks.keys():
+                left = tuple(other for other in self._sinks[channel] if other is not sink)
+                if left:
+                    self._sinks[channel] = left
+                else:
+                    del self._sinks[channel]
 
     def channels(self) -> set[str]:
         """Return the channels that have sinks."""
         with self._lock:
+            self._drop_gone()
             return set(self._sinks)
 
     def on(self, channel: str) -> tuple[Sink, ...]:
@@ -104,8 +119,13 @@ class Wakeup:
         if here:
             self._event.set()
         else:
-            with suppress(RuntimeError):  # that loop is closed, so nobody waits
-                self._loop.call_soon_threadsafe(self._event.set)
+            self.set_from_anywhere()
+
+    def set_from_anywhere(self) -> None:
+        """Wake the loop, also from a signal handler, which interrupts the very thread that sleeps in the loop."""
+        self.woken = True
+        with suppress(RuntimeError):  # that loop is closed, so nobody waits
+            self._loop.call_soon_threadsafe(self._event.set)
 
     def clear(self) -> None:
         """Forget wakes; called before the look for work, so that a wake during the look counts."""

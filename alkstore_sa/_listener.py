@@ -100,7 +100,7 @@ class Listener:
         It does not wait for a connection, and needs none.
         """
         wakeup = Wakeup()
-        with self.hub.subscribed(channels, wakeup), self.closed.notifying(wakeup.set):
+        with self.hub.subscribed(channels, wakeup), self.closed.notifying(wakeup.set_from_anywhere):
             if self._engine is not None:
                 self._start()
             yield wakeup

@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from sqlalchemy import delete, event, inspect
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
@@ -61,11 +61,11 @@ class _Watch:
     __slots__ = ("announcements", "carrier", "doomed", "lost", "transaction")
 
     def __init__(self) -> None:
-        self.transaction: SessionTransaction | None = None
-        """The transaction that the following belongs to."""
+        self.transaction: ref[SessionTransaction] | None = None
+        """The transaction that the following belongs to; weakly, as it holds the session that this is kept for."""
         self.carrier: Connection | None = None
         """The connection that carries the engine's rows."""
-        self.doomed: SessionTransaction | None = None
+        self.doomed: ref[SessionTransaction] | None = None
         """The transaction or savepoint in which a lease turned out to be lost."""
         self.lost = ""
         self.announcements: set[Announcement] = set()
@@ -74,6 +74,9 @@ class _Watch:
 
 # Not in session.info, which applications copy and clear.
 _watches: WeakKeyDictionary[Session, _Watch] = WeakKeyDictionary()
+
+# What to say of a row after the commit of the transaction that stores it, which need not be the one of its adding.
+_announcements: WeakKeyDictionary[JobTable | StreamEventTable, Announcement] = WeakKeyDictionary()
 
 
 @overload
@@ -114,8 +117,10 @@ def add_rows(
     require_postgresql(bind.dialect.name)
     if _is_autocommit(sync_session, bind):
         raise BindError(AUTOCOMMIT)
-    sync_session.add_all(rows)
-    _watch(sync_session).announcements.add(announcement)
+    for row in rows:
+        _announcements[row] = announcement
+        sync_session.add(row)
+    _watch(sync_session)
     if sync_session._flushing:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         _before_flush(sync_session)  # a listener of the caller's adds them, and ours may not be called any more
 
@@ -149,7 +154,8 @@ def doom(session: Session, connection: Connection, error: LeaseLost) -> None:
     watch = _watch(session)
     if not watch.lost:
         _listen(session, "after_transaction_end", _forget_doom)
-    watch.doomed = session.get_nested_transaction() or session.get_transaction()
+    transaction = session.get_nested_transaction() or session.get_transaction()
+    watch.doomed = None if transaction is None else ref(transaction)
     watch.lost = str(error)
     refuse = partial(_refuse_doomed, watch.lost, connection.get_transaction())
     for name in ("commit", "prepare_twophase", "commit_twophase"):
@@ -268,8 +274,8 @@ def _watch(session: Session) -> _Watch:
         _listen(session, "before_commit", _before_commit)
         _listen(session, "after_commit", _after_commit)
     transaction = session.get_transaction()
-    if watch.transaction is not transaction:
-        watch.transaction = transaction
+    if transaction is None or watch.transaction is None or watch.transaction() is not transaction:
+        watch.transaction = None if transaction is None else ref(transaction)
         watch.carrier = None
         watch.announcements.clear()
     return watch
@@ -336,9 +342,12 @@ def _split(other: Engine, carrier: Engine) -> BindError:
 
 def _before_flush(session: Session, *_: object) -> None:
     """Look at what the flush will write, before it has written any of it."""
-    for cls in {type(row) for row in session.new if isinstance(row, (JobTable, StreamEventTable))}:
+    rows = [row for row in session.new if isinstance(row, (JobTable, StreamEventTable))]
+    for cls in {type(row) for row in rows}:
         _carry(session, session.connection(bind_arguments={"mapper": inspect(cls)}))
-    carrier = _watch(session).carrier
+    watch = _watch(session)
+    watch.announcements.update(_announcements[row] for row in rows if row in _announcements)
+    carrier = watch.carrier
     if carrier is not None:
         _refuse_split_flush(session, carrier)
         _refuse_split(session, carrier)
@@ -366,5 +375,5 @@ def _after_commit(session: Session) -> None:
 
 def _forget_doom(session: Session, transaction: SessionTransaction) -> None:
     watch = _watch(session)
-    if watch.doomed is transaction:
+    if watch.doomed is not None and watch.doomed() is transaction:
         watch.doomed = None

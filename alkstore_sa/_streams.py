@@ -45,10 +45,10 @@ class StreamCore:
     """One stream of one store."""
 
     def __init__(self, store: StoreCore, name: str, codec: Codec | None, payload_type: type[Any]) -> None:
-        self.store = store
-        self.name = check_name(name, "stream")
+        self.store: StoreCore = store
+        self.name: str = check_name(name, "stream")
         self.codec: Codec = codec or store.codec
-        self.payload_type = payload_type
+        self.payload_type: type[Any] = payload_type
         self.announcement: Announcement = store.announcement("stream", name)
         self._statements = stream_statements_for(store.schema)
 

@@ -97,7 +97,7 @@ class Consumer:
                         await wakeup.wait(pause)
             finally:
                 self._in_body = False
-                await self._leave()
+                await self._briefly(self._leave())
 
     async def close(self) -> None:
         """Save what is done, and wait until the loop has ended unless the caller's body is at an event."""
@@ -161,13 +161,15 @@ class Consumer:
                 logger.warning("consumer %s of stream %s: not renewed: %s", self.name, self._core.name, error)
 
     async def _leave(self) -> None:
-        """Save what is done and give the lease back; where the server does not answer in time, leave it to lapse."""
-        await self._end_keeper()
-        hold, self._hold = self._hold, None
-        if hold is not None:
-            leave = self._core.leave(self.name, hold.lease, self._done)
-            await self._briefly(self._runner.run(leave, announce=self._core.announcement))
-        self._left.set()
+        """Save what is done and give the lease back."""
+        try:
+            await self._end_keeper()
+            hold, self._hold = self._hold, None
+            if hold is not None:
+                leave = self._core.leave(self.name, hold.lease, self._done)
+                await self._runner.run(leave, announce=self._core.announcement)
+        finally:
+            self._left.set()
 
     async def _end_keeper(self) -> None:
         keeper, self._keeper = self._keeper, None
@@ -181,6 +183,6 @@ class Consumer:
         return await self._runner.run(self._core.store.checked(operation))
 
     async def _briefly(self, goodbye: Coroutine[Any, Any, Any]) -> None:
-        """Do something at the end, for two seconds at most."""
+        """Do something at the end, for two seconds at most; a lease that is not given back lapses."""
         if not succeeded(await finish_within(GOODBYE_TIME, goodbye)):
             logger.warning("consumer %s of stream %s: what is done was not saved", self.name, self._core.name)

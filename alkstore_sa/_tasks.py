@@ -1,4 +1,4 @@
-"""Work that the end of an event loop must not cut short."""
+"""Work that a cancellation, or the end of an event loop, must not cut short."""
 
 from __future__ import annotations
 
@@ -8,60 +8,57 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-__all__ = ["KeptTask", "finish_within", "kept", "succeeded", "wait_or_give_up"]
+__all__ = ["KeptTask", "finish_within", "kept", "succeeded"]
 
 T = TypeVar("T")
 
 
 class KeptTask(asyncio.Task[T]):
-    """A task that takes a cancellation from `give_up` alone.
+    """A task that goes on for some seconds after it was cancelled, and is done by then if the server answers.
 
-    `asyncio.run` cancels all tasks of its loop when the main one is over, and then waits for them. Work whose outcome
-    the server may have stored already, such as a claim, has to see its answer.
+    `asyncio.run` cancels all tasks of its loop when the main one is over, and then waits for them; a task may be
+    cancelled again while it waits for something to come to an end. Work whose outcome the server may have stored
+    already, such as a claim, has to see its answer all the same. Nobody need wait for it: the loop bounds it.
     """
 
-    _given_up = False
+    def __init__(self, work: Coroutine[Any, Any, T], seconds: float, **options: Any) -> None:
+        super().__init__(work, **options)
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self.add_done_callback(_forget_failure)
 
-    def cancel(self, msg: Any = None) -> bool:
-        """Do nothing, unless the task was given up."""
-        return super().cancel(msg) if self._given_up else False
+    def cancel(self, msg: Any = None) -> bool:  # noqa: ARG002  (the message is nobody's here)
+        """Give the task its last seconds; only after them it is cancelled for good."""
+        if self._timer is None and not self.done():
+            self._timer = self.get_loop().call_later(self._seconds, super().cancel)
+            self.add_done_callback(self._stop_timer)
+        return False
 
-    def give_up(self) -> None:
-        """Cancel the task."""
-        self._given_up = True
-        self.cancel()
+    def _stop_timer(self, _: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 async def kept(work: Coroutine[Any, Any, T], seconds: float) -> T:
-    """Return what `work` returns; a cancellation that comes meanwhile has it come to its end, within `seconds`, first.
+    """Return what `work` returns; a cancellation that comes meanwhile lets it come to its end first, for `seconds`.
 
-    It is raised here, whatever becomes of it within: SQLAlchemy's ping before use, say, may swallow one.
+    The cancellation is raised here whatever becomes of it within: SQLAlchemy's ping before use, say, may swallow one.
     """
-    task = KeptTask(work)
+    task = KeptTask(work, seconds)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await wait_or_give_up(task, seconds)
+        task.cancel()
+        await asyncio.wait({task}, timeout=2 * seconds)
         raise
 
 
 async def finish_within(seconds: float, work: Coroutine[Any, Any, T]) -> KeptTask[T]:
-    """Run `work` to its end, or give it up after `seconds`; it may then take a while in the background to notice.
-
-    Returns the task, done or given up; its exception counts as seen.
-    """
-    task = KeptTask(work)
-    await wait_or_give_up(task, seconds)
+    """Run `work`, for `seconds` at most; return the task. Drivers may take a while in the background to notice."""
+    task = KeptTask(work, seconds)
+    task.cancel()
+    await asyncio.wait({task}, timeout=2 * seconds)
     return task
-
-
-async def wait_or_give_up(task: KeptTask[Any], seconds: float) -> None:
-    """Wait for a task, and give it up after `seconds`."""
-    task.add_done_callback(_see)
-    await asyncio.wait({task}, timeout=seconds)
-    if not task.done():
-        task.give_up()
-        await asyncio.wait({task}, timeout=seconds)
 
 
 def succeeded(task: asyncio.Task[Any]) -> bool:
@@ -69,8 +66,9 @@ def succeeded(task: asyncio.Task[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-def _see(task: asyncio.Task[Any]) -> None:
+def _forget_failure(task: asyncio.Task[Any]) -> None:
+    """Let nobody miss an exception that nobody waits for, and nothing be kept alive by a cancelled task's frames."""
     try:
         task.exception()
     except asyncio.CancelledError as error:
-        error.__traceback__ = None  # its frames would keep a half-open connection until the next garbage collection
+        error.__traceback__ = None

@@ -17,17 +17,19 @@ import secrets
 import socket
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Engine
-from sqlalchemy.pool import QueuePool
+from sqlalchemy.pool import NullPool, QueuePool
 from sqlalchemy.util import greenlet_spawn
 
 from alkstore_sa._connect import Executor, is_autocommit
 from alkstore_sa._failures import is_transient
 from alkstore_sa._processes import flush_at_exit, forget_after_fork
 from alkstore_sa._rules import error_text
+from alkstore_sa._tasks import KeptTask
 from alkstore_sa.statements import WAKE
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ RETRIES: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, None)
 FLUSH_TIME: Final = 2.0
 """How long closing a store, or the end of the interpreter, waits for wakes to be sent, in seconds."""
 IDLE_TIME: Final = 10.0
+LINGER_TIME: Final = 1.0
 IDLE_WAITS: Final = (0.003, 0.006, 0.012, 0.024)
 
 logger: Final = logging.getLogger("alkstore_sa.waker")
@@ -168,6 +171,10 @@ class _Sender:
 
         executor.run(operation)
 
+    def _private_engine(self) -> Engine:
+        """Return an engine of the same kind, with no connection in common."""
+        return Engine(self._engine.pool.recreate(), self._engine.dialect, self._engine.url)
+
     def _pause(self, error: Exception, wait: float | None) -> float | None:
         """Return how long to wait before the next try; None when there is to be none, as a late wake is of no use."""
         if wait is not None and is_transient(error):
@@ -209,7 +216,12 @@ class _ThreadSender(_Sender):
     def _deliver(self, channels: set[str]) -> None:
         for wait in RETRIES:
             try:
-                self._notify(self._executor, channels)
+                if isinstance(self._engine.pool, (QueuePool, NullPool)):
+                    self._notify(self._executor, channels)
+                else:  # another pool might give the very connection that a session is using
+                    private = self._private_engine()
+                    self._notify(Executor(private), channels)
+                    private.dispose()
             except Exception as error:  # noqa: BLE001  (nobody waits for it, and later wakes must be sent)
                 pause = self._pause(error, wait)
                 if pause is None:
@@ -225,24 +237,26 @@ class _TaskSender(_Sender):
     The task opens no connection: that takes a while, and a loop that is ended or paused meanwhile leaves the server
     with half of one. It waits a little for the pool to have an idle one, and queues for one in an exhausted pool.
     Otherwise, also without a pool, after a dispose, or when the loop is being ended, wakes go from a thread, over a
-    connection that it opens and closes.
+    connection that it opens, and closes when it has had nothing to do for a second.
     """
 
     def forget_after_fork(self) -> None:
         super().forget_after_fork()
         self._task: asyncio.Task[None] | None = None
         self._taken: set[str] = set()
+        self._hurry = False
 
     def send(self, channel: str) -> None:
         loop = asyncio.get_running_loop()
         with self._changed:
             self._note(channel)
-            if not isinstance(self._pool, QueuePool):
+            if self._thread is not None or not isinstance(self._pool, QueuePool):
                 self._hand_over()
             elif not self._is_running(loop):
                 self._take_back()
                 # In a context of its own: what a request keeps in its context variables is none of its business.
-                self._task = contextvars.Context().run(loop.create_task, self._run(), name="alkstore-waker")
+                start = partial(KeptTask, self._run(), FLUSH_TIME, loop=loop, name="alkstore-waker")
+                self._task = contextvars.Context().run(start)
 
     async def flush(self) -> None:
         """Wait until everything has been sent, at most 2 seconds."""
@@ -252,22 +266,25 @@ class _TaskSender(_Sender):
                 self._hand_over()
             task = self._task
         if task is not None and task.get_loop() is loop:
-            await asyncio.wait({task}, timeout=FLUSH_TIME)
-            if not task.done():
-                with self._changed:
-                    self._pending.clear()
-                task.cancel()
-                await asyncio.wait({task}, timeout=FLUSH_TIME)
+            task.cancel()  # which leaves it two seconds
+            await asyncio.wait({task}, timeout=2 * FLUSH_TIME)
         if self._thread is not None:
-            await asyncio.to_thread(self._wait_until_sent)
+            await asyncio.to_thread(self._end_thread)
 
     def flush_at_exit(self) -> None:
-        if self._thread is not None:
-            self._wait_until_sent()
+        self._end_thread()
         with self._changed:
             self._take_back()
         if self._pending:
             self._deliver_alone([None])  # a loop was closed before its task came to it, and no thread can start now
+
+    def _end_thread(self) -> None:
+        """Wait until the thread has sent everything and closed its connection, at most 2 seconds."""
+        with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._thread is None, FLUSH_TIME)
+            self._hurry = False
 
     def _is_running(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Tell whether there is a task that will see what is pending: one on `loop`, or on another that is running."""
@@ -306,6 +323,7 @@ class _TaskSender(_Sender):
         """Have the thread send what is pending; with the lock held."""
         if self._pending and self._thread is None:
             self._start_thread(self._deliver_alone)
+        self._changed.notify_all()
 
     async def _deliver(self, channels: set[str]) -> None:
         for wait in RETRIES:
@@ -334,12 +352,19 @@ class _TaskSender(_Sender):
     def _deliver_alone(self, retries: Sequence[float | None] = RETRIES) -> None:
         """Send what is pending over a connection that belongs to no other event loop and no pool."""
         loop = _LoopAlone()
+        private = self._private_engine()
+        executor = Executor(private)
+
+        def deliver(channels: set[str]) -> None:
+            delivery = greenlet_spawn(self._notify, executor, channels)
+            loop.run_until_complete(asyncio.wait_for(delivery, FLUSH_TIME))
+
         try:
-            while channels := self._take_in_thread():
+            while channels := self._take_in_thread(linger=retries is RETRIES):
                 begun = time.monotonic()
                 for wait in retries:
                     try:
-                        loop.run_until_complete(asyncio.wait_for(self._deliver_privately(channels), FLUSH_TIME))
+                        deliver(channels)
                     except Exception as error:  # noqa: BLE001  (nobody waits for it, and later wakes must be sent)
                         pause = self._pause(error, wait)
                         if pause is None:
@@ -348,22 +373,28 @@ class _TaskSender(_Sender):
                     else:
                         break
                 time.sleep(_gap(begun))
+            loop.run_until_complete(greenlet_spawn(private.dispose))
         finally:
             loop.close()
+            with self._changed:
+                self._thread, self._sending = None, False
+                self._hand_over()  # what has come in these moments
 
-    def _take_in_thread(self) -> set[str]:
-        """Return what is to be sent; when that is nothing, the thread is over."""
+    def _take_in_thread(self, *, linger: bool) -> set[str]:
+        """Return what is to be sent, waiting for it for a second; when that is nothing, the thread is over."""
+        end = time.monotonic() + LINGER_TIME
         with self._changed:
-            channels = self._take()
-            if not channels:
-                self._thread = None
-        return channels
-
-    async def _deliver_privately(self, channels: set[str]) -> None:
-        engine = self._engine
-        private = Engine(engine.pool.recreate(), engine.dialect, engine.url)
-        await greenlet_spawn(self._notify, Executor(private), channels)
-        await greenlet_spawn(private.dispose)
+            while (
+                linger
+                and not self._pending
+                and not self._hurry
+                and self._engine.pool is self._pool
+                and time.monotonic() < end
+            ):
+                self._sending = False
+                self._changed.notify_all()
+                self._changed.wait(LINGER_TIME / 20)
+            return self._take()
 
 
 class _LoopAlone(asyncio.SelectorEventLoop):

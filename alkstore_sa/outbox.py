@@ -312,7 +312,7 @@ class _DeliveryLoop:
     def stop_soon(self) -> None:
         """Stop; from any thread, and also after the event loop was closed."""
         self._stopping = True
-        self._wakeup.set()
+        self._wakeup.set_from_anywhere()
 
     async def run(self) -> None:
         """Claim and deliver until stopped, then wait for what is under way."""

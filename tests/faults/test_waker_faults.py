@@ -15,7 +15,7 @@ from sqlalchemy import NullPool, event, make_url
 from support.databases import Database, migrate
 from support.plain_sql import count
 from support.sessions import DOORS, Door, done, open_door
-from support.waiting import until
+from support.waiting import DEADLINE, until
 from support.wakes import Ear, holding, interfering, listening
 
 from alkstore_sa import embedded
@@ -288,12 +288,19 @@ async def test_a_network_that_falls_silent_does_not_hold_closing_up(
         near._database = through_proxy
         engine = near.new_engine(**({} if poolclass is None else {"poolclass": poolclass}))
         store = near.new_store(engine)
-        with holding(near.sync_engine(engine)) as hold:
+        connects, let_go = threading.Event(), threading.Event()
+
+        def hold_connecting() -> None:
+            connects.set()
+            let_go.wait(DEADLINE)
+
+        # Through the pool the wake falls silent when it is being sent, without one when its connection is being opened.
+        with holding(near.sync_engine(engine)) as hold, connecting(near.sync_engine(engine), hold_connecting):
             await commit_one(near, store, engine)
-            if poolclass is None or not near.is_async:
-                await until(lambda: hold.attempts)
+            await until(lambda: hold.attempts or connects.is_set())
             proxy.fall_silent()
             hold.release()
+            let_go.set()
             assert await closing_time(store) < CLOSES_WITHIN
         proxy.recover()
         await done(store.close())  # a thread may be at it still
