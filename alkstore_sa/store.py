@@ -260,8 +260,8 @@ class Store(_StoreDoor):
         Raises:
             InvalidName, ReservedName, ValueError: an argument is bad.
             BindError: on entering: this store cannot listen, by its own settings or because of a pooler in between.
-            DBAPIError, OSError: on entering: there is no connection to be had now. (SQLAlchemy 2.0 lets pass what asyncpg
-                raises while it connects.)
+            DBAPIError, OSError: on entering: there is no connection to be had now. (SQLAlchemy 2.0 passes on what
+                asyncpg raises while it connects.)
         """
         return Notifications(self._listener, channels, buffer)
 

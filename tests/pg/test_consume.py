@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import queue as queues
+import sys
 import threading
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from datetime import timedelta
