@@ -56,20 +56,31 @@ AUTOCOMMIT: Final = (
 
 
 class _Watch:
-    """What is known of one session's current transaction."""
+    """What is known of one session's current transaction.
 
-    __slots__ = ("announcements", "carrier", "doomed", "lost", "transaction")
+    It holds nothing that would keep a session alive which the application has dropped, or its connection.
+    """
+
+    __slots__ = ("_carrier", "announcements", "doomed", "lost", "transaction")
 
     def __init__(self) -> None:
         self.transaction: ref[SessionTransaction] | None = None
-        """The transaction that the following belongs to; weakly, as it holds the session that this is kept for."""
-        self.carrier: Connection | None = None
-        """The connection that carries the engine's rows."""
+        """The transaction that the following belongs to."""
+        self._carrier: ref[Connection] | None = None
         self.doomed: ref[SessionTransaction] | None = None
         """The transaction or savepoint in which a lease turned out to be lost."""
         self.lost = ""
         self.announcements: set[Announcement] = set()
         """What to say after the commit."""
+
+    @property
+    def carrier(self) -> Connection | None:
+        """The connection that carries the engine's rows."""
+        return None if self._carrier is None else self._carrier()
+
+    @carrier.setter
+    def carrier(self, connection: Connection | None) -> None:
+        self._carrier = None if connection is None else ref(connection)
 
 
 # Not in session.info, which applications copy and clear.
@@ -359,16 +370,17 @@ def _before_commit(session: Session) -> None:
         raise LeaseLost(watch.lost)
     if not session.in_nested_transaction():
         session.flush()
-        if watch.carrier is not None:
-            _refuse_split(session, watch.carrier)
+        if (carrier := watch.carrier) is not None:
+            _refuse_split(session, carrier)
 
 
 def _after_commit(session: Session) -> None:
     """Announce what has been committed; within an outer transaction, which counts, to this process alone."""
     watch = _watch(session)
-    if session.in_nested_transaction() or watch.carrier is None:
+    carrier = watch.carrier
+    if session.in_nested_transaction() or carrier is None:
         return
-    engine = None if watch.carrier.in_transaction() else watch.carrier.engine
+    engine = None if carrier.in_transaction() else carrier.engine
     for announcement in watch.announcements:
         announcement.send(engine)
 

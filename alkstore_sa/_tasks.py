@@ -25,6 +25,8 @@ class KeptTask(asyncio.Task[T]):
         super().__init__(work, **options)
         self._seconds = seconds
         self._timer: asyncio.TimerHandle | None = None
+        # A loop that is ended may not come to a task that was made in its last moments, and that is all right.
+        self._log_destroy_pending = False
         self.add_done_callback(_forget_failure)
 
     def cancel(self, msg: Any = None) -> bool:  # noqa: ARG002  (the message is nobody's here)

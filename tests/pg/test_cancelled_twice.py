@@ -1,0 +1,93 @@
+"""Loops that are cancelled again while they come to an end, and signals that end them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import psycopg
+from sqlalchemy.ext.asyncio import create_async_engine
+from support.rows import job_row
+from support.waiting import DEADLINE, until
+
+from alkstore_sa import StopToken, Store
+
+if TYPE_CHECKING:
+    from support.databases import Database
+    from support.rows import Sql
+
+
+def waits_for_lock(sql: Sql) -> bool:
+    """Tell whether a statement of somebody else waits for a lock."""
+    row = sql.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'").fetchone()
+    return row is not None and row[0] != 0
+
+
+async def test_a_second_cancellation_of_a_claim_costs_no_job_its_only_attempt(
+    store: Store, sql: Sql, database: Database
+) -> None:
+    queue = store.queue("q")
+    job_id = await queue.enqueue(1, max_attempts=1)
+
+    async def consume() -> None:
+        async for _ in queue.consume("w"):
+            raise AssertionError
+
+    consuming = None
+    with _locked(database) as locked:
+        consuming = asyncio.create_task(consume())
+        await until(lambda: waits_for_lock(sql))
+        consuming.cancel()
+        await asyncio.sleep(0)
+        consuming.cancel()
+        with suppress(asyncio.CancelledError):
+            await consuming
+        locked.rollback()
+
+    def is_given_back() -> bool:
+        row = job_row(sql, job_id)
+        return row is not None and (row["state"], row["attempts"]) == ("pending", 0)
+
+    await until(is_given_back)
+
+
+def test_the_end_of_a_loop_does_not_wait_for_a_claim_for_ever(database: Database, driver: str, sql: Sql) -> None:
+    async def main() -> None:
+        store = Store(create_async_engine(database.url(driver)), wakes="poll")
+
+        async def consume() -> None:
+            async for _ in store.queue("q").consume("w"):
+                raise AssertionError
+
+        consuming = asyncio.create_task(consume())
+        await until(lambda: waits_for_lock(sql))
+        consuming.cancel()
+        await asyncio.sleep(0)
+        consuming.cancel()
+        with suppress(asyncio.CancelledError):
+            await consuming
+
+    with _locked(database):
+        asyncio.run(asyncio.wait_for(main(), DEADLINE))
+
+
+async def test_a_stop_from_a_signal_handler_ends_an_idle_loop(store: Store) -> None:
+    stop = StopToken()
+    before = signal.signal(signal.SIGUSR1, lambda *_: stop.cancel())
+    try:
+        running = asyncio.create_task(store.outbox("mail").run("w", lambda _: None, stop, poll=3600))
+        await asyncio.sleep(0.5)  # it sleeps within select by then, where the signal is to find it
+        asyncio.get_running_loop().run_in_executor(None, os.kill, os.getpid(), signal.SIGUSR1)
+        await asyncio.wait_for(running, DEADLINE)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def _locked(database: Database) -> psycopg.Connection[tuple[object, ...]]:
+    """Hold the job table, so that every claim waits."""
+    connection = psycopg.connect(database.dsn)
+    connection.execute("LOCK TABLE alkstore.job")
+    return connection
