@@ -49,6 +49,8 @@ FLUSH_TIME: Final = 2.0
 """How long closing a store, or the end of the interpreter, waits for wakes to be sent, in seconds."""
 IDLE_TIME: Final = 10.0
 LINGER_TIME: Final = 1.0
+LAST_WORD_TIME: Final = 5.0
+"""How old a wake may be, in seconds, that a closed event loop has left to be sent at the end of the interpreter."""
 IDLE_WAITS: Final = (0.003, 0.006, 0.012, 0.024)
 
 logger: Final = logging.getLogger("alkstore_sa.waker")
@@ -129,6 +131,7 @@ class _Sender:
         self._changed = threading.Condition()
         self._pending: set[str] = set()
         self._pool: Pool = self._engine.pool
+        self._noted_at = 0.0
         self._thread: threading.Thread | None = None
         self._sending = False
 
@@ -144,6 +147,7 @@ class _Sender:
         """Note what is to be sent, and the pool that its commit went through; with the lock held."""
         self._pending.add(channel)
         self._pool = self._engine.pool
+        self._noted_at = time.monotonic()
 
     def _take(self) -> set[str]:
         """Return what is to be sent; with the lock held."""
@@ -275,7 +279,7 @@ class _TaskSender(_Sender):
         self._end_thread()
         with self._changed:
             self._take_back()
-        if self._pending:
+        if self._pending and time.monotonic() - self._noted_at < LAST_WORD_TIME:
             self._deliver_alone([None])  # a loop was closed before its task came to it, and no thread can start now
 
     def _end_thread(self) -> None:
