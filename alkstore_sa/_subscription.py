@@ -103,7 +103,7 @@ class Consumer:
         """Save what is done, and wait until the loop has ended unless the caller's body is at an event."""
         if self._in_body:
             await self._briefly(self._keep())
-        else:
+        if not self._in_body:  # by now: a body that was broken off is noticed a little later
             await self._briefly(self._left.wait())
 
     async def _look(self) -> list[Any]:

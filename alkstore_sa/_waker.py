@@ -173,7 +173,10 @@ class _Sender:
             if self._engine.pool is not self._pool and is_autocommit(connection):
                 connection.invalidate()  # the application has disposed of its pool meanwhile: leave none in a new one
 
+        pool = executor.engine.pool
         executor.run(operation)
+        if executor.engine.pool is not pool:
+            pool.dispose()  # likewise: the connection was given back to a pool that nobody looks after any more
 
     def _private_engine(self) -> Engine:
         """Return an engine of the same kind, with no connection in common."""
