@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import psycopg
-from sqlalchemy.ext.asyncio import create_async_engine
 from support.rows import job_row
 from support.waiting import DEADLINE, until
 
-from alkstore_sa import StopToken, Store
+from alkstore_sa import StopToken
 
 if TYPE_CHECKING:
     from support.databases import Database
     from support.rows import Sql
+
+    from alkstore_sa import Store
 
 
 def waits_for_lock(sql: Sql) -> bool:
@@ -54,24 +57,44 @@ async def test_a_second_cancellation_of_a_claim_costs_no_job_its_only_attempt(
     await until(is_given_back)
 
 
-def test_the_end_of_a_loop_does_not_wait_for_a_claim_for_ever(database: Database, driver: str, sql: Sql) -> None:
-    async def main() -> None:
-        store = Store(create_async_engine(database.url(driver)), wakes="poll")
+CLAIMS: Final = """
+import asyncio, sys
+from contextlib import suppress
+from sqlalchemy.ext.asyncio import create_async_engine
+from alkstore_sa import Store
 
-        async def consume() -> None:
-            async for _ in store.queue("q").consume("w"):
-                raise AssertionError
+async def main():
+    store = Store(create_async_engine(sys.argv[1]), wakes="poll")
 
-        consuming = asyncio.create_task(consume())
-        await until(lambda: waits_for_lock(sql))
-        consuming.cancel()
-        await asyncio.sleep(0)
-        consuming.cancel()
-        with suppress(asyncio.CancelledError):
-            await consuming
+    async def consume():
+        async for _ in store.queue("q").consume("w"):
+            raise AssertionError
 
+    consuming = asyncio.create_task(consume())
+    await asyncio.to_thread(sys.stdin.readline)
+    consuming.cancel()
+    await asyncio.sleep(0)
+    consuming.cancel()
+    with suppress(asyncio.CancelledError):
+        await consuming
+
+asyncio.run(main())
+"""
+
+
+async def test_the_end_of_a_loop_does_not_wait_for_a_claim_for_ever(database: Database, driver: str, sql: Sql) -> None:
     with _locked(database):
-        asyncio.run(asyncio.wait_for(main(), DEADLINE))
+        program = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", CLAIMS, database.url(driver), stdin=PIPE, stderr=DEVNULL
+        )
+        try:
+            await until(lambda: waits_for_lock(sql))
+            await asyncio.wait_for(program.communicate(b"\n"), DEADLINE)
+        finally:
+            with suppress(ProcessLookupError):
+                program.kill()
+            await program.wait()
+    assert program.returncode == 0
 
 
 async def test_a_stop_from_a_signal_handler_ends_an_idle_loop(store: Store) -> None:
