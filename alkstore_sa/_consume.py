@@ -37,7 +37,7 @@ async def consume(
             while not listener.closed.cancelled:
                 wakeup.clear()
                 try:
-                    claims, buried = await _claim(core, runner, worker_id, batch)
+                    claims, buried = await _claim(core, runner, listener, worker_id, batch)
                     pause = 0.0 if claims or buried else pace.pause(await runner.run(core.next_due()))
                 except Exception as error:
                     if not is_transient(error):
@@ -55,7 +55,7 @@ async def consume(
             await _give_back(core, runner, unstarted)
 
 
-async def _claim(core: QueueCore, runner: AsyncRunner, worker_id: str, batch: int) -> Claims:
+async def _claim(core: QueueCore, runner: AsyncRunner, listener: Listener, worker_id: str, batch: int) -> Claims:
     """Claim; a cancellation that comes meanwhile costs no job its attempt."""
     wanted = True
 
@@ -66,6 +66,7 @@ async def _claim(core: QueueCore, runner: AsyncRunner, worker_id: str, batch: in
         return claimed
 
     task = KeptTask(claim(), GIVE_BACK_TIME)
+    listener.keep(task)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

@@ -36,6 +36,7 @@ DEFAULT_LISTEN_TIMEOUT: Final = 10.0
 FIRST_RECONNECT: Final = 0.05
 LAST_RECONNECT: Final = 2.0
 PROBE_TIME: Final = 2.0
+KEPT_TIME: Final = 2.0
 
 POOLED: Final = (
     "notifications do not get through to this store: between it and the server stands a pooler that gives each"
@@ -85,6 +86,7 @@ class Listener:
         self._listening: set[str] = set()
         self._waiters: list[_Waiter] = []
         self._goodbyes: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._kept: set[asyncio.Task[Any]] = set()
 
     def forget_after_fork(self) -> None:
         """Leave everything to the parent process: its connection, its loop, its subscribers."""
@@ -137,11 +139,19 @@ class Listener:
             with suppress(ValueError):
                 self._goodbyes.remove(goodbye)
 
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Have `close` wait for a task that may outlive who has started it, so that it uses no engine after that."""
+        self._kept.add(task)
+        task.add_done_callback(self._kept.discard)
+
     async def close(self) -> None:
         """End every loop of the store and the connection, within a few seconds."""
         self.closed.cancel()
         self._answer(BindError(CLOSED))
         await asyncio.gather(*(goodbye() for goodbye in self._goodbyes))
+        kept = {task for task in self._kept if task.get_loop() is asyncio.get_running_loop()}
+        if kept:
+            await asyncio.wait(kept, timeout=KEPT_TIME)
         task, self._task = self._task, None
         if task is None or task.done() or task.get_loop().is_closed():
             return
