@@ -4,8 +4,8 @@ A NOTIFY within a transaction makes all such transactions of a database commit o
 that carries a job does not carry the wake. When it has been committed, the wake is handed out in this process at once,
 and to the others by a notification from a connection of the engine's own pool: sent by a task of the event loop where
 the engine is an async one, else by a thread. The first commit of a burst is announced at once, those that follow
-together, a little later, so that the last one is never left out. A wake is a hint: nothing that goes
-wrong here reaches the caller, and a process that dies in between costs one re-poll.
+together, a little later, so that the last one is never left out. A wake is a hint: nothing that goes wrong here reaches
+the caller, and a process that dies in between costs one re-poll.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import secrets
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -78,8 +79,8 @@ class Waker:
             self._local(channel)
             if engine is not None:
                 self._sender(engine).send(channel)
-        except Exception:
-            logger.warning("a wake was not sent", exc_info=True)  # what it announces is committed
+        except Exception:  # what it announces is committed, so nothing may reach the caller, who would take it for lost
+            logger.warning("a wake was not sent", exc_info=True)
 
     def _sender(self, engine: Engine) -> _Sender:
         """Return what sends through this engine's pool, which engines with other options share, like the dialect."""
@@ -92,16 +93,12 @@ class Waker:
     def flush(self) -> None:
         """Wait until the threads have sent everything, at most 2 seconds each."""
         for sender in list(self._senders.values()):
-            if isinstance(sender, _ThreadSender):
-                sender.flush()
+            sender.flush()
 
     async def flush_async(self) -> None:
-        """Wait until the tasks, and the threads, have sent everything."""
+        """Wait until the tasks of this event loop have too."""
         for sender in list(self._senders.values()):
-            if isinstance(sender, _TaskSender):
-                await sender.flush()
-            elif isinstance(sender, _ThreadSender):
-                await asyncio.to_thread(sender.flush)
+            await sender.flush_async()
 
 
 class Announcement(NamedTuple):
@@ -115,7 +112,7 @@ class Announcement(NamedTuple):
         self.waker.wake(self.channel, engine)
 
 
-class _Sender:
+class _Sender(ABC):
     """Sends the wakes that go through one engine's pool."""
 
     def __init__(self, engine: Engine, token: str) -> None:
@@ -133,15 +130,22 @@ class _Sender:
         self._pool: Pool = self._engine.pool
         self._noted_at = 0.0
         self._thread: threading.Thread | None = None
-        self._sending = False
 
+    @abstractmethod
     def send(self, channel: str) -> None:
         """Send it soon."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until the thread has sent what it has to, at most 2 seconds."""
+
+    async def flush_async(self) -> None:
+        """Do what `flush` does, without blocking the event loop."""
+        await asyncio.to_thread(self.flush)
 
     def flush_at_exit(self) -> None:
-        """Send what is pending, within a bounded time."""
-        raise NotImplementedError
+        """Send what is pending, within a bounded time. The thread is a daemon: it still runs at this time."""
+        self.flush()
 
     def _note(self, channel: str) -> None:
         """Note what is to be sent, and the pool that its commit went through; with the lock held."""
@@ -152,14 +156,7 @@ class _Sender:
     def _take(self) -> set[str]:
         """Return what is to be sent; with the lock held."""
         channels, self._pending = self._pending, set()
-        self._sending = bool(channels)
-        self._changed.notify_all()
         return channels
-
-    def _wait_until_sent(self) -> None:
-        """Wait until the thread has sent everything, at most 2 seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: not (self._pending or self._sending), FLUSH_TIME)
 
     def _start_thread(self, target: Callable[[], None]) -> None:
         """Start the thread; with the lock held. A daemon: it is waited for at exit, but not longer than is bearable."""
@@ -193,6 +190,10 @@ class _Sender:
 class _ThreadSender(_Sender):
     """Sends from a thread, through a plain engine. The thread ends when it has had nothing to do for 10 seconds."""
 
+    def forget_after_fork(self) -> None:
+        super().forget_after_fork()
+        self._sending = False
+
     def send(self, channel: str) -> None:
         with self._changed:
             self._note(channel)
@@ -201,11 +202,8 @@ class _ThreadSender(_Sender):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until everything has been sent, at most 2 seconds."""
-        self._wait_until_sent()
-
-    def flush_at_exit(self) -> None:
-        self._wait_until_sent()
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._pending or self._sending), FLUSH_TIME)
 
     def _run(self) -> None:
         while True:
@@ -215,7 +213,7 @@ class _ThreadSender(_Sender):
                 if not self._changed.wait_for(lambda: self._pending, IDLE_TIME):
                     self._thread = None
                     return
-                channels = self._take()
+                channels, self._sending = self._take(), True
             begun = time.monotonic()
             self._deliver(channels)
             time.sleep(_gap(begun))
@@ -227,8 +225,10 @@ class _ThreadSender(_Sender):
                     self._notify(self._executor, channels)
                 else:  # another pool might give the very connection that a session is using
                     private = self._private_engine()
-                    self._notify(Executor(private), channels)
-                    private.dispose()
+                    try:
+                        self._notify(Executor(private), channels)
+                    finally:
+                        private.dispose()
             except Exception as error:  # noqa: BLE001  (nobody waits for it, and later wakes must be sent)
                 pause = self._pause(error, wait)
                 if pause is None:
@@ -265,27 +265,27 @@ class _TaskSender(_Sender):
                 start = partial(KeptTask, self._run(), FLUSH_TIME, loop=loop, name="alkstore-waker")
                 self._task = contextvars.Context().run(start)
 
-    async def flush(self) -> None:
-        """Wait until everything has been sent, at most 2 seconds."""
+    async def flush_async(self) -> None:
         loop = asyncio.get_running_loop()
         with self._changed:
-            if self._pending and not self._is_running(loop):
+            if not self._is_running(loop):
+                self._take_back()
                 self._hand_over()
             task = self._task
         if task is not None and task.get_loop() is loop:
             task.cancel()  # which leaves it two seconds
             await asyncio.wait({task}, timeout=2 * FLUSH_TIME)
         if self._thread is not None:
-            await asyncio.to_thread(self._end_thread)
+            await asyncio.to_thread(self.flush)
 
     def flush_at_exit(self) -> None:
-        self._end_thread()
+        self.flush()
         with self._changed:
             self._take_back()
         if self._pending and time.monotonic() - self._noted_at < LAST_WORD_TIME:
             self._deliver_alone([None])  # a loop was closed before its task came to it, and no thread can start now
 
-    def _end_thread(self) -> None:
+    def flush(self) -> None:
         """Wait until the thread has sent everything and closed its connection, at most 2 seconds."""
         with self._changed:
             self._hurry = True
@@ -384,7 +384,7 @@ class _TaskSender(_Sender):
         finally:
             loop.close()
             with self._changed:
-                self._thread, self._sending = None, False
+                self._thread = None
                 self._hand_over()  # what has come in these moments
 
     def _take_in_thread(self, *, linger: bool) -> set[str]:
@@ -398,8 +398,6 @@ class _TaskSender(_Sender):
                 and self._engine.pool is self._pool
                 and time.monotonic() < end
             ):
-                self._sending = False
-                self._changed.notify_all()
                 self._changed.wait(LINGER_TIME / 20)
             return self._take()
 
