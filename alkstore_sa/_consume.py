@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from alkstore_sa._failures import is_transient
 from alkstore_sa._jobs import Held
 from alkstore_sa._pace import Pace
-from alkstore_sa._tasks import KeptTask, finish_within, succeeded
+from alkstore_sa._tasks import finish_within, kept, succeeded
 from alkstore_sa.job import JobHandle
 
 if TYPE_CHECKING:
@@ -32,13 +31,20 @@ async def consume(
     """Yield the queue's jobs as they become due, until the store is closed."""
     pace = Pace(poll)
     unstarted: list[Claim] = []
+
+    async def give_back(claims: Claims) -> None:
+        await _give_back(core, runner, listener, claims.claims)
+
     with listener.wakes(core.announcement.channel) as wakeup:
         try:
             while not listener.closed.cancelled:
                 wakeup.clear()
                 try:
-                    claims, buried = await _claim(core, runner, listener, worker_id, batch)
-                    pause = 0.0 if claims or buried else pace.pause(await runner.run(core.next_due()))
+                    claim = runner.run(core.store.checked(core.claim(worker_id, batch)))
+                    # A cancellation that comes meanwhile costs no job its attempt.
+                    claimed = await kept(claim, GIVE_BACK_TIME, drop=give_back, keep=listener.keep)
+                    claims = claimed.claims
+                    pause = 0.0 if claims or claimed.buried else pace.pause(await runner.run(core.next_due()))
                 except Exception as error:
                     if not is_transient(error):
                         raise
@@ -52,36 +58,14 @@ async def consume(
                 else:
                     await wakeup.wait(pause)
         finally:
-            await _give_back(core, runner, unstarted)
+            await _give_back(core, runner, listener, unstarted)
 
 
-async def _claim(core: QueueCore, runner: AsyncRunner, listener: Listener, worker_id: str, batch: int) -> Claims:
-    """Claim; a cancellation that comes meanwhile costs no job its attempt."""
-    wanted = True
-
-    async def claim() -> Claims:
-        claimed = await runner.run(core.store.checked(core.claim(worker_id, batch)))
-        if not wanted:
-            await _give_back(core, runner, claimed.claims)
-        return claimed
-
-    task = KeptTask(claim(), GIVE_BACK_TIME)
-    listener.keep(task)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        wanted = False
-        if succeeded(task):  # at this very moment
-            await _give_back(core, runner, task.result().claims)
-        task.cancel()
-        await asyncio.wait({task}, timeout=2 * GIVE_BACK_TIME)
-        raise
-
-
-async def _give_back(core: QueueCore, runner: AsyncRunner, claims: Sequence[Claim]) -> None:
+async def _give_back(core: QueueCore, runner: AsyncRunner, listener: Listener, claims: Sequence[Claim]) -> None:
     """Release what was claimed and not handed out; where the server does not answer in time, leave it to the leases."""
     if not claims:
         return
-    operation = core.release([Held(claim.row.id, claim.row.lease) for claim in claims])
-    if not succeeded(await finish_within(GIVE_BACK_TIME, runner.run(operation, announce=core.announcement))):
+    release = core.release([Held(claim.row.id, claim.row.lease) for claim in claims])
+    releasing = runner.run(release, announce=core.announcement)
+    if not succeeded(await finish_within(GIVE_BACK_TIME, releasing, listener.keep)):
         logger.warning("queue %s: %d jobs were not given back, so their leases decide", core.name, len(claims))

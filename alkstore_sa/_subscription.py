@@ -76,7 +76,7 @@ class Consumer:
                 while not closed.cancelled:
                     wakeup.clear()
                     try:
-                        rows = await kept(self._look(), GOODBYE_TIME)
+                        rows = await kept(self._look(), GOODBYE_TIME, keep=self._listener.keep)
                         pause = self._pace.pause(self._lease_of_another)
                     except Exception as error:
                         if not is_transient(error):
@@ -184,5 +184,5 @@ class Consumer:
 
     async def _briefly(self, goodbye: Coroutine[Any, Any, Any]) -> None:
         """Do something at the end, for two seconds at most; a lease that is not given back lapses."""
-        if not succeeded(await finish_within(GOODBYE_TIME, goodbye)):
+        if not succeeded(await finish_within(GOODBYE_TIME, goodbye, self._listener.keep)):
             logger.warning("consumer %s of stream %s: what is done was not saved", self.name, self._core.name)

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
 
 __all__ = ["KeptTask", "finish_within", "kept", "succeeded"]
 
@@ -41,23 +41,62 @@ class KeptTask(asyncio.Task[T]):
             self._timer.cancel()
 
 
-async def kept(work: Coroutine[Any, Any, T], seconds: float) -> T:
+async def kept(
+    work: Coroutine[Any, Any, T],
+    seconds: float,
+    *,
+    limit: float | None = None,
+    drop: Callable[[T], Awaitable[object]] | None = None,
+    keep: Callable[[asyncio.Task[Any]], None] | None = None,
+) -> T:
     """Return what `work` returns; a cancellation that comes meanwhile lets it come to its end first, for `seconds`.
 
     The cancellation is raised here whatever becomes of it within: SQLAlchemy's ping before use, say, may swallow one.
+
+    Args:
+        work: what to do.
+        seconds: how long it may go on when nobody waits for it any more.
+        limit: how long to wait for it, in seconds.
+        drop: what to do with a result that comes when nobody waits for it any more.
+        keep: is handed the task, which a second cancellation leaves behind.
+
+    Raises:
+        asyncio.TimeoutError: `limit` has passed.
     """
-    task = KeptTask(work, seconds)
+    wanted = True
+
+    async def finish() -> T:
+        result = await work
+        if drop is not None and not wanted:
+            await drop(result)
+        return result
+
+    task = KeptTask(finish(), seconds)
+    if keep is not None:
+        keep(task)
     try:
-        return await asyncio.shield(task)
+        await asyncio.wait({task}, timeout=limit)
     except asyncio.CancelledError:
+        wanted = False
+        if drop is not None and succeeded(task):  # at this very moment
+            await drop(task.result())
         task.cancel()
         await asyncio.wait({task}, timeout=2 * seconds)
         raise
+    if task.done():
+        return task.result()
+    wanted = False
+    task.cancel()
+    raise asyncio.TimeoutError
 
 
-async def finish_within(seconds: float, work: Coroutine[Any, Any, T]) -> KeptTask[T]:
+async def finish_within(
+    seconds: float, work: Coroutine[Any, Any, T], keep: Callable[[asyncio.Task[Any]], None] | None = None
+) -> KeptTask[T]:
     """Run `work`, for `seconds` at most; return the task. Drivers may take a while in the background to notice."""
     task = KeptTask(work, seconds)
+    if keep is not None:
+        keep(task)
     task.cancel()
     await asyncio.wait({task}, timeout=2 * seconds)
     return task

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from alkstore_sa._channels import quote_channel
 from alkstore_sa._rules import error_text
-from alkstore_sa._tasks import KeptTask, succeeded
+from alkstore_sa._tasks import kept
 from alkstore_sa.errors import UnsupportedDialect
 
 if TYPE_CHECKING:
@@ -96,31 +96,16 @@ async def open_wire(
     kind = DRIVERS.get(engine.dialect.driver)
     if kind is None:
         raise UnsupportedDialect(f"listening needs asyncpg or psycopg, not {engine.dialect.driver}")
-    wanted = True
 
     async def opened() -> Wire:
-        wire = Wire(kind(await _open(engine), on_notify, on_lost), timeout)
-        if not wanted:
-            await wire.close()
-        return wire
+        return Wire(kind(await _open(engine), on_notify, on_lost), timeout)
 
-    # Half a connection would stay with the server, which waits a minute for the rest. So one that is not wanted any
-    # more becomes a whole one if it can, before it is closed.
-    task = KeptTask(opened(), GOODBYE)
     try:
-        await asyncio.wait({task}, timeout=timeout)
-    except asyncio.CancelledError:
-        wanted = False
-        if succeeded(task):  # at this very moment
-            await task.result().close()
-        task.cancel()
-        await asyncio.wait({task}, timeout=2 * GOODBYE)
-        raise
-    if not task.done():
-        wanted = False
-        task.cancel()
-        raise WireLost(f"the server has not answered within {timeout:g} s")
-    return task.result()
+        # Half a connection would stay with the server, which waits a minute for the rest. So one that is not wanted any
+        # more becomes a whole one if it can, before it is closed.
+        return await kept(opened(), GOODBYE, limit=timeout, drop=Wire.close)
+    except asyncio.TimeoutError:
+        raise WireLost(f"the server has not answered within {timeout:g} s") from None
 
 
 async def _open(engine: AsyncEngine) -> Any:

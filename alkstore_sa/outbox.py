@@ -12,7 +12,7 @@ import inspect
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from alkstore_sa._failures import is_transient
 from alkstore_sa._jobs import JobDefaults
@@ -23,7 +23,7 @@ from alkstore_sa.errors import LeaseLost
 from alkstore_sa.queue import Queue, SyncQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable
 
     from typing_extensions import Unpack
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from alkstore_sa._types import AnySession, OutboxOptions, QueueStats
     from alkstore_sa.job import JobHandle, SyncJobHandle, ThreadJobHandle
     from alkstore_sa.models import JobTable
+
+T = TypeVar("T")
 
 __all__ = ["OUTBOX_DEFAULTS", "Delivery", "Outbox", "SyncDelivery", "SyncOutbox"]
 
@@ -145,7 +147,7 @@ class Outbox(_OutboxDoor):
         seconds it moves its messages that must not run any more to dead (expired, or abandoned at their last attempt).
         A lost lease, a dropped connection or a restarting server is logged and does not end it. On a stop it claims no
         more, waits for the deliveries under way, and returns; cancelling the task cancels these and leaves their
-        messages to their leases.
+        messages to their leases, and what was claimed and not begun is given back.
 
         Raises:
             SchemaMissing, SchemaMismatch, and database errors that do not pass by themselves, such as a missing right.
@@ -154,7 +156,8 @@ class Outbox(_OutboxDoor):
         check_count(concurrency, "concurrency")
         pace = Pace(check_duration(poll, "poll").total_seconds())
         with self._listener.wakes(self._core.announcement.channel) as wakeup:
-            loop = _DeliveryLoop(self._queue, worker_id, delivery, concurrency, pace, wakeup)
+            keep = self._listener.keep
+            loop = _DeliveryLoop(self._queue, worker_id, delivery, concurrency, pace, wakeup, keep)
             with stop.notifying(loop.stop_soon), self._listener.closed.notifying(loop.stop_soon):
                 await loop.run()
 
@@ -293,7 +296,14 @@ class _DeliveryLoop:
     """The state of one `Outbox.run`."""
 
     def __init__(
-        self, queue: Queue[Any], worker_id: str, delivery: Delivery, concurrency: int, pace: Pace, wakeup: Wakeup
+        self,
+        queue: Queue[Any],
+        worker_id: str,
+        delivery: Delivery,
+        concurrency: int,
+        pace: Pace,
+        wakeup: Wakeup,
+        keep: Callable[[asyncio.Task[Any]], None],
     ) -> None:
         self._queue = queue
         self._worker_id = worker_id
@@ -301,6 +311,7 @@ class _DeliveryLoop:
         self._concurrency = concurrency
         self._pace = pace
         self._wakeup = wakeup
+        self._keep = keep
         self._loop = asyncio.get_running_loop()
         self._stopping = False
         self._cancelling = False
@@ -319,7 +330,7 @@ class _DeliveryLoop:
         try:
             while not self._stopping:
                 self._wakeup.clear()
-                await self._wakeup.wait(await kept(self._fill(), CLAIM_TIME))
+                await self._wakeup.wait(await self._fill())
                 if self._failure is not None:
                     raise self._failure
             if self._running:
@@ -339,10 +350,10 @@ class _DeliveryLoop:
         try:
             if self._loop.time() >= self._next_sweep:
                 self._next_sweep = self._loop.time() + SWEEP_INTERVAL
-                await self._queue.sweep_expired()
+                await self._undisturbed(self._queue.sweep_expired())
             if not free:
                 return self._until_sweep()
-            jobs = await self._queue.claim(self._worker_id, free)
+            jobs = await self._undisturbed(self._queue.claim(self._worker_id, free), self._queue.release_many)
             for job in jobs:
                 task = asyncio.create_task(self._deliver_one(job))
                 self._running.add(task)
@@ -351,7 +362,7 @@ class _DeliveryLoop:
                 self._pace.found()
             if len(jobs) == free:
                 return self._until_sweep()
-            due = await self._queue.next_due()
+            due = await self._undisturbed(self._queue.next_due())
         except Exception as error:
             if not is_transient(error):
                 raise
@@ -359,6 +370,12 @@ class _DeliveryLoop:
             logger.warning("outbox %s: claim failed, next try in %.2f s: %s", self._queue.name, wait, error)
             return wait
         return min(self._pace.pause(due), self._until_sweep())
+
+    async def _undisturbed(
+        self, operation: Coroutine[Any, Any, T], drop: Callable[[T], Awaitable[object]] | None = None
+    ) -> T:
+        """Have an operation come to its end before a cancellation: see `kept`."""
+        return await kept(operation, CLAIM_TIME, drop=drop, keep=self._keep)
 
     def _until_sweep(self) -> float:
         return max(0.0, self._next_sweep - self._loop.time())

@@ -11,16 +11,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import psycopg
+import pytest
 from support.rows import job_row
 from support.waiting import DEADLINE, until
 
-from alkstore_sa import StopToken
+from alkstore_sa import StopToken, Store
 
 if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
     from support.databases import Database
     from support.rows import Sql
-
-    from alkstore_sa import Store
 
 
 def waits_for_lock(sql: Sql) -> bool:
@@ -39,7 +39,6 @@ async def test_a_second_cancellation_of_a_claim_costs_no_job_its_only_attempt(
         async for _ in queue.consume("w"):
             raise AssertionError
 
-    consuming = None
     with _locked(database) as locked:
         consuming = asyncio.create_task(consume())
         await until(lambda: waits_for_lock(sql))
@@ -55,6 +54,56 @@ async def test_a_second_cancellation_of_a_claim_costs_no_job_its_only_attempt(
         return row is not None and (row["state"], row["attempts"]) == ("pending", 0)
 
     await until(is_given_back)
+
+
+@pytest.mark.parametrize("cancellations", [1, 2])
+async def test_a_cancellation_of_an_outboxs_claim_costs_no_message_its_only_attempt(
+    store: Store, sql: Sql, database: Database, cancellations: int
+) -> None:
+    outbox = store.outbox("mail")
+    message_id = await outbox.enqueue(1, max_attempts=1)
+    begun: list[int] = []
+    with _locked(database) as locked:
+        delivering = asyncio.create_task(outbox.run("w", lambda job: begun.append(job.id), StopToken(), poll=3600))
+        await until(lambda: waits_for_lock(sql))
+        for _ in range(cancellations):
+            delivering.cancel()
+            await asyncio.sleep(0)
+        locked.rollback()
+        with suppress(asyncio.CancelledError):
+            await delivering
+
+    def is_given_back() -> bool:
+        row = job_row(sql, message_id)
+        return row is not None and (row["state"], row["attempts"]) == ("pending", 0)
+
+    await until(is_given_back)
+    assert begun == []
+
+
+async def test_a_subscription_that_is_cancelled_twice_gives_its_lease_back_before_the_store_is_closed(
+    engine: AsyncEngine, sql: Sql, database: Database
+) -> None:
+    async with Store(engine) as store:
+        stream = store.stream("s")
+        await stream.publish(1)
+        reached = asyncio.Event()
+
+        async def subscribe() -> None:
+            async for _ in stream.subscribe("c"):
+                reached.set()
+
+        subscribing = asyncio.create_task(subscribe())
+        await asyncio.wait_for(reached.wait(), DEADLINE)
+        with await asyncio.to_thread(_locked, database, "stream_offset"):
+            subscribing.cancel()
+            await asyncio.sleep(0)
+            subscribing.cancel()
+            with suppress(asyncio.CancelledError):
+                await subscribing
+    row = sql.execute("SELECT lease FROM alkstore.stream_offset").fetchone()
+    assert row == (None,)
+    assert engine.sync_engine.pool.checkedout() == 0  # type: ignore[attr-defined]  # a pool that counts
 
 
 CLAIMS: Final = """
@@ -109,8 +158,8 @@ async def test_a_stop_from_a_signal_handler_ends_an_idle_loop(store: Store) -> N
         signal.signal(signal.SIGUSR1, before)
 
 
-def _locked(database: Database) -> psycopg.Connection[tuple[object, ...]]:
-    """Hold the job table, so that every claim waits."""
+def _locked(database: Database, table: str = "job") -> psycopg.Connection[tuple[object, ...]]:
+    """Hold a table, so that every statement on it waits."""
     connection = psycopg.connect(database.dsn)
-    connection.execute("LOCK TABLE alkstore.job")
+    connection.execute(f"LOCK TABLE alkstore.{table}".encode())
     return connection
