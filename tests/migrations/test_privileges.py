@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,6 +30,12 @@ PRODUCER = [*IN_TRANSACTION, VERSION]
 WORKER = [
     *(USAGE, VERSION, "USAGE ON SEQUENCE alkstore.job_lease"),
     *("SELECT, UPDATE, DELETE ON alkstore.job", "SELECT, INSERT, UPDATE, DELETE ON alkstore.dead"),
+]
+PUBLISH_IN_TRANSACTION = [USAGE, "INSERT ON alkstore.stream_event", "SELECT (id) ON alkstore.stream_event"]
+PUBLISHER = [*PUBLISH_IN_TRANSACTION, VERSION]
+SUBSCRIBER = [
+    *(USAGE, VERSION, "USAGE ON SEQUENCE alkstore.job_lease", "SELECT, UPDATE ON alkstore.stream_event"),
+    *("SELECT, INSERT, UPDATE ON alkstore.stream", "SELECT, INSERT, UPDATE ON alkstore.stream_offset"),
 ]
 OPTIONS: dict[str, Any] = {"delay": 5, "expires": 50, "priority": 1, "headers": {"a": 1}}
 
@@ -147,6 +154,67 @@ async def test_a_worker_runs_an_outbox_with_the_same_rights(
     seen: list[object] = []
     assert await Store(limited).outbox("o").run_once("w", lambda job: seen.append(job.payload))
     assert seen == [1]
+
+
+async def test_a_publisher_publishes_in_its_transaction_with_insert_and_select_on_the_id(
+    limited: AsyncEngine, store: Store, sql: Sql, role: str
+) -> None:
+    grant(sql, role, PUBLISH_IN_TRANSACTION)
+    async with AsyncSession(limited) as session:
+        event = Store(limited).stream("s").publish_tx(session, {"n": 1}, key="k")
+        await session.commit()
+    assert [read.id for read in await store.stream("s").read()] == [event.id]
+
+
+@pytest.mark.parametrize("right", [None, *range(len(PUBLISHER))])
+async def test_a_publisher_publishes_by_itself_with_just_these_rights(
+    limited: AsyncEngine, sql: Sql, role: str, right: int | None
+) -> None:
+    grant(sql, role, [other for number, other in enumerate(PUBLISHER) if number != right])
+    async with Store(limited) as store:
+        if right is None:
+            assert len(await store.stream("s").publish_many([1, 2])) == 2
+        else:
+            with pytest.raises(ProgrammingError, match="permission denied"):
+                await store.stream("s").publish(1)
+
+
+@pytest.mark.parametrize("right", [None, *range(len(SUBSCRIBER))])
+async def test_a_subscriber_subscribes_with_just_these_rights(
+    limited: AsyncEngine, store: Store, sql: Sql, role: str, right: int | None
+) -> None:
+    grant(sql, role, [other for number, other in enumerate(SUBSCRIBER) if number != right])
+    await store.stream("s").publish_many([1, 2])
+
+    async def follow() -> None:
+        async with Store(limited) as subscriber:
+            stream = subscriber.stream("s")
+            async with aclosing(stream.subscribe("c")) as events:
+                async for event in events:
+                    async with AsyncSession(limited) as session:
+                        await event.save_offset_tx(session)
+                        await session.commit()
+                    if event.offset == 2:
+                        break
+            assert (await stream.get_offset("c"), await stream.save_offset("d", 1)) == (2, True)
+
+    if right is None:
+        await follow()
+    else:
+        with pytest.raises(ProgrammingError, match="permission denied"):
+            await follow()
+
+
+async def test_who_trims_needs_the_right_to_delete_events_too(
+    limited: AsyncEngine, store: Store, sql: Sql, role: str
+) -> None:
+    grant(sql, role, SUBSCRIBER)
+    await store.stream("s").publish(1)
+    await store.stream("s").head()
+    with pytest.raises(ProgrammingError, match="permission denied"):
+        await Store(limited).stream("s").trim(keep=0)
+    grant(sql, role, ["DELETE ON alkstore.stream_event"])
+    assert await Store(limited).stream("s").trim(keep=0) == 1
 
 
 async def test_neither_role_can_change_the_tables(limited: AsyncEngine, sql: Sql, role: str) -> None:

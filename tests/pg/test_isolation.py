@@ -70,6 +70,8 @@ def strict_store(door: Door, database: Database, sql: Sql, where: str, level: st
     """Return a store whose engine, or whose database, is set to a stricter level."""
     if where == "engine":
         return door.new_store(door.new_engine(isolation_level=level))
+    if where == "engine's options":
+        return door.new_store(door.new_engine().execution_options(isolation_level=level))
     make_default(database, sql, level)
     return door.new_store(door.new_engine())
 
@@ -77,7 +79,7 @@ def strict_store(door: Door, database: Database, sql: Sql, where: str, level: st
 # -- the engine's own operations ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["engine", "database"])
+@pytest.mark.parametrize("where", ["engine", "engine's options", "database"])
 @pytest.mark.parametrize("operation", ["ack", "retry", "fail", "release"])
 async def test_an_operation_goes_through_although_its_row_was_changed_meanwhile(
     door: Door, database: Database, sql: Sql, other: Sql, where: str, operation: str
@@ -92,7 +94,7 @@ async def test_an_operation_goes_through_although_its_row_was_changed_meanwhile(
     assert row is None or row["state"] == "pending"
 
 
-@pytest.mark.parametrize("where", ["engine", "database"])
+@pytest.mark.parametrize("where", ["engine", "engine's options", "database"])
 async def test_a_cancel_goes_through_although_its_row_was_changed_meanwhile(
     door: Door, database: Database, sql: Sql, other: Sql, where: str
 ) -> None:
@@ -113,7 +115,7 @@ async def test_two_operations_that_fail_together_both_go_through(
     assert stored(sql) == NOTHING
 
 
-@pytest.mark.parametrize("where", ["engine", "database"])
+@pytest.mark.parametrize("where", ["engine", "engine's options", "database"])
 @pytest.mark.parametrize("level", STRICT)
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
 async def test_concurrent_tasks_meet_no_serialization_failure(
@@ -142,7 +144,7 @@ async def test_concurrent_tasks_meet_no_serialization_failure(
         assert len(set(acknowledged)) == len(acknowledged)
 
 
-@pytest.mark.parametrize("where", ["engine", "database"])
+@pytest.mark.parametrize("where", ["engine", "engine's options", "database"])
 @pytest.mark.parametrize("level", STRICT)
 def test_concurrent_threads_meet_no_serialization_failure(database: Database, sql: Sql, where: str, level: str) -> None:
     if where == "database":
@@ -166,7 +168,7 @@ def test_concurrent_threads_meet_no_serialization_failure(database: Database, sq
     assert len(acknowledged) == len(set(acknowledged)) == 3 * 4 * 4
 
 
-@pytest.mark.parametrize("where", ["engine", "database"])
+@pytest.mark.parametrize("where", ["engine", "engine's options", "database"])
 async def test_begin_hands_out_a_read_committed_transaction(
     door: Door, database: Database, sql: Sql, where: str
 ) -> None:
