@@ -12,8 +12,10 @@ import pytest
 from sqlalchemy import Engine, create_engine
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from support.databases import Database, Databases
+from support.loops import Naps
 
 from alkstore_sa import Store, SyncStore, embedded
+from alkstore_sa._hub import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -101,3 +103,25 @@ def sync_engine(database: Database) -> Iterator[Engine]:
 def sync_store(sync_engine: Engine) -> Iterator[SyncStore]:
     with SyncStore(sync_engine) as store:
         yield store
+
+
+@pytest.fixture
+async def other_engine(database: Database, driver: str) -> AsyncIterator[AsyncEngine]:
+    engine = create_async_engine(database.url(driver))
+    yield engine
+    await engine.dispose()
+
+
+@pytest.fixture
+async def other(other_engine: AsyncEngine) -> AsyncIterator[Store]:
+    """Another store, with an engine of its own: what it says must go through the server."""
+    async with Store(other_engine) as store:
+        yield store
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> Naps:
+    """What is known of the sleeps of all loops."""
+    naps = Naps()
+    monkeypatch.setattr(Wakeup, "wait", naps.noting(Wakeup.wait))
+    return naps

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
@@ -15,26 +14,25 @@ from sqlalchemy import event, make_url
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.util import await_only
-from support.databases import Database, migrate
+from support.databases import Database
+from support.loops import NEVER, consuming, until_asleep
 from support.plain_sql import insert_job, number
 from support.roles import acting_as, make_role
 from support.rows import count
 from support.waiting import DEADLINE, until
 
-from alkstore_sa import LeaseLost, SchemaMissing, Store, embedded
-from alkstore_sa._hub import Wakeup
+from alkstore_sa import LeaseLost, SchemaMissing, Store
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
+    from contextlib import AbstractAsyncContextManager
 
     from sqlalchemy import Connection
+    from support.loops import Naps
     from support.rows import Sql
 
     from alkstore_sa import JobHandle, Queue, SyncStore
     from alkstore_sa.embedded import LocalServer
-
-NEVER: Final = 3600.0
-"""A re-poll that comes too late for any test: what happens before it was not found by it."""
 
 
 @pytest.fixture
@@ -48,41 +46,10 @@ def role(database: Database) -> Iterator[str]:
 
 
 @pytest.fixture
-def own_server() -> Iterator[LocalServer]:
-    """A server of the test's own, with fsync on: it is going to be killed."""
-    with embedded.start(durable=True) as server:
-        yield server
-
-
-@pytest.fixture
 async def own_engine(own_server: LocalServer, driver: str) -> AsyncIterator[AsyncEngine]:
-    migrate(Database(own_server.dsn))
     engine = create_async_engine(Database(own_server.dsn).url(driver))
     yield engine
     await engine.dispose()
-
-
-@pytest.fixture
-def sleepers(monkeypatch: pytest.MonkeyPatch) -> list[Wakeup]:
-    """The wakeups on which loops sleep at the moment."""
-    sleepers: list[Wakeup] = []
-    wait = Wakeup.wait
-
-    async def noted(wakeup: Wakeup, seconds: float | None) -> None:
-        sleepers.append(wakeup)
-        try:
-            await wait(wakeup, seconds)
-        finally:
-            sleepers.remove(wakeup)
-
-    monkeypatch.setattr(Wakeup, "wait", noted)
-    return sleepers
-
-
-async def until_asleep(store: Store, queue: Queue[Any], sleepers: list[Wakeup]) -> None:
-    """Wait until the consumer has looked in vain since it began to listen."""
-    channel = queue._core.announcement.channel
-    await until(lambda: channel in store._listener._listening and any(not sleeper.woken for sleeper in sleepers))
 
 
 async def ack_in_the_end(job: JobHandle[Any]) -> None:
@@ -100,24 +67,9 @@ async def ack_in_the_end(job: JobHandle[Any]) -> None:
             return
 
 
-@asynccontextmanager
-async def consuming(queue: Queue[Any], *, poll: float = NEVER) -> AsyncIterator[list[Any]]:
-    """Consume in a task for the time of the block; yield the list that the payloads are added to."""
-    seen: list[Any] = []
-
-    async def consume() -> None:
-        async with aclosing(queue.consume("w", poll=poll)) as jobs:
-            async for job in jobs:
-                seen.append(job.payload)
-                await ack_in_the_end(job)
-
-    task = asyncio.create_task(consume())
-    try:
-        yield seen
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+def handling(queue: Queue[Any], *, poll: float = NEVER) -> AbstractAsyncContextManager[list[Any]]:
+    """Consume, and finish each job in the end."""
+    return consuming(queue, ack_in_the_end, poll=poll)
 
 
 def terminate_others(sql: Sql) -> int:
@@ -134,11 +86,11 @@ def terminate_others(sql: Sql) -> int:
 
 
 async def test_an_idle_consumer_finds_what_was_committed_while_every_connection_was_gone(
-    store: Store, queue: Queue[Any], sql: Sql, sleepers: list[Wakeup]
+    store: Store, queue: Queue[Any], sql: Sql, naps: Naps
 ) -> None:
-    async with consuming(queue) as seen:
+    async with handling(queue) as seen:
         for round_ in range(4):
-            await until_asleep(store, queue, sleepers)
+            await until_asleep(naps, (store, queue))
             # Nothing of this process runs in between, so it cannot have heard of the job.
             assert terminate_others(sql) >= 2
             insert_job(sql, "q", payload=f"'{round_}'")
@@ -152,7 +104,7 @@ async def test_a_busy_consumer_goes_on_over_the_termination_of_its_connections(
 ) -> None:
     for payload in range(60):  # the answer to a claim may get lost, which leaves the job to its lease
         insert_job(sql, "q", payload=f"'{payload}'", visibility_timeout="interval '1 s'", max_attempts="10")
-    async with consuming(queue) as seen:
+    async with handling(queue) as seen:
         for done in (10, 20, 30, 40):
             await until(lambda: len(set(seen)) >= done)  # noqa: B023  (called at once)
             terminate_others(sql)
@@ -161,14 +113,14 @@ async def test_a_busy_consumer_goes_on_over_the_termination_of_its_connections(
 
 
 async def test_wakes_arrive_again_after_the_listening_connection_was_lost(
-    store: Store, queue: Queue[Any], sql: Sql, sync_store: SyncStore, sleepers: list[Wakeup]
+    store: Store, queue: Queue[Any], sql: Sql, sync_store: SyncStore, naps: Naps
 ) -> None:
-    async with consuming(queue) as seen:
-        await until_asleep(store, queue, sleepers)
+    async with handling(queue) as seen:
+        await until_asleep(naps, (store, queue))
         lost = "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
         assert len(sql.execute(lost).fetchall()) == 1
         await until(lambda: not store._listener._listening)
-        await until_asleep(store, queue, sleepers)
+        await until_asleep(naps, (store, queue))
         await asyncio.to_thread(sync_store.queue("q").enqueue, "after")
         await until(lambda: seen == ["after"])
 
@@ -185,7 +137,7 @@ async def test_a_consumer_may_be_the_first_to_use_an_engine_whose_first_connecti
 
     monkeypatch.setattr(dialect, "initialize", slowly)
     insert_job(sql, "q", payload="'7'")
-    async with consuming(queue) as seen:
+    async with handling(queue) as seen:
         await until(lambda: seen == [7])
 
 
@@ -201,7 +153,7 @@ async def test_a_killed_server_costs_a_consumer_no_job(own_server: LocalServer, 
         queue = store.queue("q")
         # The answer to a claim may get lost, which leaves the job to its lease.
         await queue.enqueue_many(range(40), visibility_timeout=2, max_attempts=10)
-        async with consuming(queue) as seen:
+        async with handling(queue) as seen:
             for done in (5, 20):
                 await until(lambda: len(set(seen)) >= done)  # noqa: B023  (called at once)
                 await asyncio.to_thread(restart)
@@ -212,12 +164,12 @@ async def test_a_killed_server_costs_a_consumer_no_job(own_server: LocalServer, 
 
 
 async def test_an_idle_consumer_outlasts_a_server_that_is_away_and_finds_what_came_before_it_could_listen(
-    own_server: LocalServer, own_engine: AsyncEngine, sleepers: list[Wakeup]
+    own_server: LocalServer, own_engine: AsyncEngine, naps: Naps
 ) -> None:
     async with Store(own_engine) as store:
         queue = store.queue("q")
-        async with consuming(queue) as seen:
-            await until_asleep(store, queue, sleepers)
+        async with handling(queue) as seen:
+            await until_asleep(naps, (store, queue))
             await asyncio.to_thread(own_server.kill)
             own_server.start_again()  # on this thread, so that the consumer learns of it only after the next line
             with psycopg.connect(own_server.dsn, autocommit=True) as sql:
@@ -226,14 +178,14 @@ async def test_an_idle_consumer_outlasts_a_server_that_is_away_and_finds_what_ca
 
 
 async def test_while_the_server_is_away_a_consumer_tries_a_few_times_a_second(
-    own_server: LocalServer, own_engine: AsyncEngine, sleepers: list[Wakeup]
+    own_server: LocalServer, own_engine: AsyncEngine, naps: Naps
 ) -> None:
     tries: list[object] = []
     event.listen(own_engine.sync_engine, "do_connect", lambda *_: tries.append(None))
     async with Store(own_engine, wakes="poll") as store:
         queue = store.queue("q")
-        async with consuming(queue, poll=0.001) as seen:
-            await until(lambda: sleepers)
+        async with handling(queue, poll=0.001) as seen:
+            await until(lambda: naps.under_way)
             await asyncio.to_thread(own_server.kill)
             tries.clear()
             await until(lambda: tries)
@@ -259,10 +211,10 @@ async def test_a_database_without_the_tables_ends_a_consumer(queue: Queue[Any], 
 
 
 async def test_tables_that_are_dropped_meanwhile_end_a_consumer_with_the_databases_error(
-    store: Store, queue: Queue[Any], sql: Sql, sleepers: list[Wakeup]
+    store: Store, queue: Queue[Any], sql: Sql, naps: Naps
 ) -> None:
     waiting = asyncio.create_task(first_of(queue))
-    await until_asleep(store, queue, sleepers)
+    await until_asleep(naps, (store, queue))
     sql.execute("DROP SCHEMA alkstore CASCADE")
     sql.execute("SELECT pg_notify(%s, '')", [queue._core.announcement.channel])
     with pytest.raises(ProgrammingError, match="does not exist"):
@@ -305,7 +257,7 @@ async def narrow(database: Database, driver: str, role: str, sql: Sql) -> AsyncI
 async def test_a_consumer_polls_while_the_listening_connection_cannot_be_opened(
     narrow: AsyncEngine, sql: Sql, sync_store: SyncStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Store(narrow) as store, consuming(store.queue("q"), poll=0.1) as seen:
+    async with Store(narrow) as store, handling(store.queue("q"), poll=0.1) as seen:
         await until(lambda: any("cannot listen" in record.message for record in caplog.records))
         await asyncio.to_thread(sync_store.queue("q").enqueue, "x")
         await until(lambda: seen == ["x"])
@@ -313,10 +265,10 @@ async def test_a_consumer_polls_while_the_listening_connection_cannot_be_opened(
 
 
 async def test_a_consumer_looks_again_when_the_listening_connection_can_be_opened_at_last(
-    narrow: AsyncEngine, role: str, sql: Sql, caplog: pytest.LogCaptureFixture, sleepers: list[Wakeup]
+    narrow: AsyncEngine, role: str, sql: Sql, caplog: pytest.LogCaptureFixture, naps: Naps
 ) -> None:
-    async with Store(narrow) as store, consuming(store.queue("q")) as seen:
-        await until(lambda: any("cannot listen" in record.message for record in caplog.records) and sleepers)
+    async with Store(narrow) as store, handling(store.queue("q")) as seen:
+        await until(lambda: any("cannot listen" in record.message for record in caplog.records) and naps.under_way)
         insert_job(sql, "q", payload="'7'")
         assert seen == []
         sql.execute(composed.SQL("ALTER ROLE {} CONNECTION LIMIT -1").format(composed.Identifier(role)))

@@ -15,18 +15,18 @@ import pytest
 from sqlalchemy import make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
-from support.databases import Database, migrate
+from support.databases import Database
 from support.plain_sql import insert_job, number
 from support.proxy import Proxy, proxied
 from support.waiting import DEADLINE, until
 
-from alkstore_sa import Store, embedded
+from alkstore_sa import Store
 from alkstore_sa._channels import wake_channel
 from alkstore_sa._wire import Wire
 from alkstore_sa.listen import Notification
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable
 
     from sqlalchemy.ext.asyncio import AsyncEngine
     from support.rows import Sql
@@ -187,18 +187,10 @@ async def test_a_consumer_looks_when_it_is_listened_for_again(lone_store: Store,
 # -- a server that restarts --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def own_server() -> Iterator[LocalServer]:
-    """A server of the test's own, with fsync on: it is going to be killed."""
-    with embedded.start(durable=True) as server:
-        yield server
-
-
 async def test_a_killed_server_costs_a_consumer_nothing_and_its_subscribers_a_word(
     own_server: LocalServer, driver: str
 ) -> None:
     database = Database(own_server.dsn)
-    migrate(database)
     engine = create_async_engine(database.url(driver))
     producer = create_async_engine(database.url(driver))
     async with (

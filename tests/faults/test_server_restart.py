@@ -5,32 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from sqlalchemy.ext.asyncio import create_async_engine
-from support.databases import Database, migrate
+from support.databases import Database
 from support.waiting import until
 
-from alkstore_sa import StopToken, Store, embedded
+from alkstore_sa import StopToken, Store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from alkstore_sa import JobHandle
     from alkstore_sa.embedded import LocalServer
-
-
-@pytest.fixture
-def own_server() -> Iterator[LocalServer]:
-    """A server of the test's own, with fsync on: it is going to be killed."""
-    with embedded.start(durable=True) as server:
-        yield server
 
 
 async def test_a_killed_server_costs_no_message_and_repeats_none_that_it_had_taken(
     own_server: LocalServer, driver: str
 ) -> None:
     database = Database(own_server.dsn)
-    migrate(database)
     engine = create_async_engine(database.url(driver))
     outbox = Store(engine).outbox("mail")
     await outbox.enqueue_many(range(50))

@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 import pytest
 from sqlalchemy.ext.asyncio import create_async_engine
-from support.databases import Database, migrate
+from support.databases import Database
 from support.plain_sql import number
 from support.processes import running
 from support.waiting import DEADLINE, until
 
-from alkstore_sa import Store, embedded
+from alkstore_sa import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from support.processes import Program
     from support.rows import Sql
 
@@ -230,14 +228,6 @@ async def test_what_a_process_suspended_past_its_lease_commits_late_is_refused(
 
 
 # -- the server goes away ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def own_server() -> Iterator[LocalServer]:
-    """A server of the test's own."""
-    with embedded.start(durable=False) as server:
-        migrate(Database(server.dsn))
-        yield server
 
 
 async def follow(stream: Stream[Any], into: list[int], stay: asyncio.Event) -> None:

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import NullPool, event, make_url
-from support.databases import Database, migrate
+from support.databases import Database
 from support.plain_sql import count
 from support.sessions import DOORS, Door, done, open_door
 from support.waiting import DEADLINE, until
 from support.wakes import Ear, holding, interfering, listening
-
-from alkstore_sa import embedded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -42,14 +40,6 @@ async def door(request: pytest.FixtureRequest, database: Database) -> AsyncItera
 def ear(database: Database) -> Iterator[Ear]:
     with listening(database) as ear:
         yield ear
-
-
-@pytest.fixture
-def own_server() -> Iterator[LocalServer]:
-    """A server of the test's own, with fsync on: it is going to be killed."""
-    with embedded.start(durable=True) as server:
-        migrate(Database(server.dsn))
-        yield server
 
 
 async def commit_one(door: Door, store: Any = None, engine: Any = None, *, queue: str = "emails") -> None:

@@ -9,10 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 import pytest
-from support.databases import Database, Databases, migrate
+from support.databases import Database, Databases
 from support.wakes import Ear, listening
-
-from alkstore_sa import embedded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -287,14 +285,6 @@ def ear(database: Database) -> Iterator[Ear]:
         for name in ("before", "child", "parent"):
             ear.listen("queue", name)
         yield ear
-
-
-@pytest.fixture
-def own_server() -> Iterator[LocalServer]:
-    """A server of the test's own, with fsync on: it is going to be killed."""
-    with embedded.start(durable=True) as server:
-        migrate(Database(server.dsn))
-        yield server
 
 
 # -- a process that ends -----------------------------------------------------------------------------------------------

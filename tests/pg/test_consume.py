@@ -6,72 +6,44 @@ import gc
 import queue as queues
 import sys
 import threading
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 import pytest
 from sqlalchemy import NullPool, event
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
-from sqlalchemy.orm import Session
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.util import await_only
+from support.loops import (
+    A_CLAIM,
+    A_LOOK_AHEAD,
+    NEVER,
+    WAYS,
+    Producers,
+    consuming,
+    is_listening,
+    statements,
+    until_asleep,
+)
 from support.plain_sql import insert_job, number
 from support.processes import running
 from support.rows import count, job_row, lapse, make_due
 from support.waiting import DEADLINE, until
 
 from alkstore_sa import InvalidName, ReservedName, Store, SyncStore, _consume
-from alkstore_sa._hub import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from sqlalchemy import Engine
     from support.databases import Database
+    from support.loops import Naps
     from support.rows import Sql
 
     from alkstore_sa import JobHandle, Queue
 
-NEVER: Final = 3600.0
-"""A re-poll that comes too late for any test: what happens before it was not found by it."""
-
 UNDECODABLE: Final = "'1e5000'"
-
-
-class Naps:
-    """The sleeps of all loops: how long each was meant to be, and which are under way."""
-
-    def __init__(self) -> None:
-        self.lengths: list[float | None] = []
-        self._under_way: list[Wakeup] = []
-
-    def begin(self, wakeup: Wakeup, seconds: float | None) -> None:
-        self.lengths.append(seconds)
-        self._under_way.append(wakeup)
-
-    def end(self, wakeup: Wakeup) -> None:
-        self._under_way.remove(wakeup)
-
-    def asleep(self) -> int:
-        """Return how many loops sleep and have heard of nothing yet."""
-        return sum(not wakeup.woken for wakeup in self._under_way)
-
-
-@pytest.fixture
-def naps(monkeypatch: pytest.MonkeyPatch) -> Naps:
-    naps = Naps()
-    wait = Wakeup.wait
-
-    async def noted(wakeup: Wakeup, seconds: float | None) -> None:
-        naps.begin(wakeup, seconds)
-        try:
-            await wait(wakeup, seconds)
-        finally:
-            naps.end(wakeup)
-
-    monkeypatch.setattr(Wakeup, "wait", noted)
-    return naps
 
 
 @pytest.fixture
@@ -79,151 +51,24 @@ def queue(store: Store) -> Queue[Any]:
     return store.queue("q")
 
 
-@pytest.fixture
-async def other_engine(database: Database, driver: str) -> AsyncIterator[AsyncEngine]:
-    engine = create_async_engine(database.url(driver))
-    yield engine
-    await engine.dispose()
-
-
-@pytest.fixture
-async def other(other_engine: AsyncEngine) -> AsyncIterator[Store]:
-    """Another store, with an engine of its own: what it says must go through the server."""
-    async with Store(other_engine) as store:
-        yield store
-
-
-async def ack(job: JobHandle[Any]) -> None:
-    await job.ack()
-
-
-@asynccontextmanager
-async def consuming(
-    queue: Queue[Any],
-    body: Callable[[JobHandle[Any]], Awaitable[None]] = ack,
-    *,
-    worker: str = "w",
-    batch: int = 1,
-    poll: float = NEVER,
-) -> AsyncIterator[list[Any]]:
-    """Consume in a task for the time of the block; yield the list that the payloads are added to."""
-    seen: list[Any] = []
-
-    async def consume() -> None:
-        async with aclosing(queue.consume(worker, batch=batch, poll=poll)) as jobs:
-            async for job in jobs:
-                seen.append(job.payload)
-                await body(job)
-
-    task = asyncio.create_task(consume())
-    try:
-        yield seen
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
-def is_listening(store: Store, queue: Queue[Any]) -> bool:
-    return queue._core.announcement.channel in store._listener._listening
-
-
-async def until_asleep(naps: Naps, *loops: tuple[Store, Queue[Any]]) -> None:
-    """Wait until every one of these consumers has looked in vain since it began to listen."""
-    await until(lambda: all(is_listening(*loop) for loop in loops) and naps.asleep() == len(loops))
-
-
-def statements(engine: Engine, part: str = "") -> list[str]:
-    """Return a list that grows by each statement with `part` in it; the store's own wakes are not counted."""
-    sent: list[str] = []
-
-    def note(_connection: object, _cursor: object, statement: str, *_: Any) -> None:
-        if part in statement and "pg_notify(wake.channel" not in statement:
-            sent.append(statement)
-
-    event.listen(engine, "before_cursor_execute", note)
-    return sent
-
-
-A_CLAIM: Final = "nextval("
-A_LOOK_AHEAD: Final = "AS soonest"
-
-
 # -- Wakes -------------------------------------------------------------------------------------------------------------
 
 
-class Producers(NamedTuple):
-    """Those who may enqueue: the consumer's own store, and others, each with an engine of its own."""
-
-    store: Store
-    other: Store
-    other_engine: AsyncEngine
-    sync_store: SyncStore
-    sync_engine: Engine
-
-
-@pytest.fixture
-def producers(
-    store: Store, other: Store, other_engine: AsyncEngine, sync_store: SyncStore, sync_engine: Engine
-) -> Producers:
-    return Producers(store, other, other_engine, sync_store, sync_engine)
-
-
-async def by_the_same_store(producers: Producers) -> None:
-    await producers.store.queue("q").enqueue("late")
-
-
-async def by_another_store(producers: Producers) -> None:
-    await producers.other.queue("q").enqueue("late")
-
-
-async def by_a_sync_store(producers: Producers) -> None:
-    await asyncio.to_thread(producers.sync_store.queue("q").enqueue, "late")
-
-
-async def by_a_commit_of_the_same_store(producers: Producers) -> None:
-    async with producers.store.begin() as session:
-        producers.store.queue("q").enqueue_tx(session, "late")
-
-
-async def by_a_commit_of_another_store(producers: Producers) -> None:
-    async with producers.other.begin() as session:
-        producers.other.queue("q").enqueue_tx(session, "late")
-
-
-async def by_a_commit_of_a_session(producers: Producers) -> None:
-    async with AsyncSession(producers.other_engine) as session:
-        producers.other.queue("q").enqueue_tx(session, "late")
-        await session.commit()
-
-
-async def by_a_commit_of_a_sync_session(producers: Producers) -> None:
-    def commit() -> None:
-        with Session(producers.sync_engine) as session:
-            producers.sync_store.queue("q").enqueue_tx(session, "late")
-            session.commit()
-
-    await asyncio.to_thread(commit)
-
-
-WAYS: Final = [
-    by_the_same_store,
-    by_another_store,
-    by_a_sync_store,
-    by_a_commit_of_the_same_store,
-    by_a_commit_of_another_store,
-    by_a_commit_of_a_session,
-    by_a_commit_of_a_sync_session,
-]
-
-
-@pytest.mark.parametrize("enqueue", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 async def test_an_idle_consumer_starts_a_job_that_is_enqueued(
-    store: Store, queue: Queue[Any], producers: Producers, naps: Naps, enqueue: Callable[[Producers], Awaitable[None]]
+    store: Store,
+    queue: Queue[Any],
+    other: Store,
+    other_engine: AsyncEngine,
+    sync_store: SyncStore,
+    sync_engine: Engine,
+    naps: Naps,
+    way: str,
 ) -> None:
+    producers = Producers(store, other, other_engine, sync_store, sync_engine, lambda store: store.queue("q"))
     async with consuming(queue) as seen:
         await until_asleep(naps, (store, queue))
-        await enqueue(producers)
+        await producers.enqueue(way)
         await until(lambda: seen == ["late"])
 
 

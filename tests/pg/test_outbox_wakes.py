@@ -3,74 +3,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
 from sqlalchemy import event
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
-from sqlalchemy.orm import Session
 from support.deliveries import Gate
+from support.loops import A_CLAIM, A_LOOK_AHEAD, NEVER, WAYS, Producers, statements, until_asleep
 from support.rows import count, expire, lapse, make_due
 from support.waiting import DEADLINE, finish, until
 
 from alkstore_sa import StopToken, Store, outbox as outboxes
-from alkstore_sa._hub import Wakeup
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Callable
 
     from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
     from support.databases import Database
+    from support.loops import Naps
     from support.rows import Sql
 
     from alkstore_sa import JobHandle, Outbox, SyncStore
-
-NEVER: Final = 3600.0
-"""A re-poll that comes too late for any test: what happens before it was not found by it."""
-
-A_CLAIM: Final = "nextval("
-A_LOOK_AHEAD: Final = "AS soonest"
-
-
-@pytest.fixture
-def sleepers(monkeypatch: pytest.MonkeyPatch) -> list[Wakeup]:
-    """The wakeups on which loops sleep at the moment."""
-    sleepers: list[Wakeup] = []
-    wait = Wakeup.wait
-
-    async def noted(wakeup: Wakeup, seconds: float | None) -> None:
-        sleepers.append(wakeup)
-        try:
-            await wait(wakeup, seconds)
-        finally:
-            sleepers.remove(wakeup)
-
-    monkeypatch.setattr(Wakeup, "wait", noted)
-    return sleepers
-
-
-@pytest.fixture
-async def other_engine(database: Database, driver: str) -> AsyncIterator[AsyncEngine]:
-    engine = create_async_engine(database.url(driver))
-    yield engine
-    await engine.dispose()
-
-
-@pytest.fixture
-async def other(other_engine: AsyncEngine) -> AsyncIterator[Store]:
-    """Another store, with an engine of its own: what it says must go through the server."""
-    async with Store(other_engine) as store:
-        yield store
-
-
-def is_listening(store: Store, outbox: Outbox) -> bool:
-    return outbox._core.announcement.channel in store._listener._listening
-
-
-async def until_asleep(store: Store, outbox: Outbox, sleepers: list[Wakeup]) -> None:
-    """Wait until the loop has looked in vain, or has no free slot, since it began to listen."""
-    await until(lambda: is_listening(store, outbox) and any(not sleeper.woken for sleeper in sleepers))
 
 
 @asynccontextmanager
@@ -88,95 +42,22 @@ async def running(outbox: Outbox, delivery: Callable[[JobHandle[Any]], Any], **o
             await task
 
 
-def statements(engine: Engine, part: str = "") -> list[str]:
-    """Return a list that grows by each statement with `part` in it; the store's own wakes are not counted."""
-    sent: list[str] = []
-
-    def note(_connection: object, _cursor: object, statement: str, *_: Any) -> None:
-        if part in statement and "pg_notify(wake.channel" not in statement:
-            sent.append(statement)
-
-    event.listen(engine, "before_cursor_execute", note)
-    return sent
-
-
-class Producers(NamedTuple):
-    """Those who may enqueue: the consumer's own store, and others, each with an engine of its own."""
-
-    store: Store
-    other: Store
-    other_engine: AsyncEngine
-    sync_store: SyncStore
-    sync_engine: Engine
-
-
-@pytest.fixture
-def producers(
-    store: Store, other: Store, other_engine: AsyncEngine, sync_store: SyncStore, sync_engine: Engine
-) -> Producers:
-    return Producers(store, other, other_engine, sync_store, sync_engine)
-
-
-async def by_the_same_store(producers: Producers) -> None:
-    await producers.store.outbox("orders").enqueue("late")
-
-
-async def by_another_store(producers: Producers) -> None:
-    await producers.other.outbox("orders").enqueue("late")
-
-
-async def by_a_sync_store(producers: Producers) -> None:
-    await asyncio.to_thread(producers.sync_store.outbox("orders").enqueue, "late")
-
-
-async def by_a_commit_of_the_same_store(producers: Producers) -> None:
-    async with producers.store.begin() as session:
-        producers.store.outbox("orders").enqueue_tx(session, "late")
-
-
-async def by_a_commit_of_another_store(producers: Producers) -> None:
-    async with producers.other.begin() as session:
-        producers.other.outbox("orders").enqueue_tx(session, "late")
-
-
-async def by_a_commit_of_a_session(producers: Producers) -> None:
-    async with AsyncSession(producers.other_engine) as session:
-        producers.other.outbox("orders").enqueue_tx(session, "late")
-        await session.commit()
-
-
-async def by_a_commit_of_a_sync_session(producers: Producers) -> None:
-    def commit() -> None:
-        with Session(producers.sync_engine) as session:
-            producers.sync_store.outbox("orders").enqueue_tx(session, "late")
-            session.commit()
-
-    await asyncio.to_thread(commit)
-
-
-WAYS: Final = [
-    by_the_same_store,
-    by_another_store,
-    by_a_sync_store,
-    by_a_commit_of_the_same_store,
-    by_a_commit_of_another_store,
-    by_a_commit_of_a_session,
-    by_a_commit_of_a_sync_session,
-]
-
-
-@pytest.mark.parametrize("enqueue", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 async def test_an_idle_loop_delivers_a_message_that_is_enqueued(
     store: Store,
     outbox: Outbox,
-    producers: Producers,
-    sleepers: list[Wakeup],
-    enqueue: Callable[[Producers], Awaitable[None]],
+    other: Store,
+    other_engine: AsyncEngine,
+    sync_store: SyncStore,
+    sync_engine: Engine,
+    naps: Naps,
+    way: str,
 ) -> None:
+    producers = Producers(store, other, other_engine, sync_store, sync_engine, lambda store: store.outbox("orders"))
     seen: list[Any] = []
     async with running(outbox, lambda job: seen.append(job.payload)):
-        await until_asleep(store, outbox, sleepers)
-        await enqueue(producers)
+        await until_asleep(naps, (store, outbox))
+        await producers.enqueue(way)
         await until(lambda: seen == ["late"])
 
 
@@ -195,7 +76,7 @@ async def test_a_failed_delivery_is_tried_again_at_its_time(outbox: Outbox) -> N
 
 @pytest.mark.parametrize("when", ["before the loop begins", "while it sleeps for a later one"])
 async def test_a_delayed_message_is_delivered_at_its_time(
-    store: Store, outbox: Outbox, other: Store, sleepers: list[Wakeup], when: str
+    store: Store, outbox: Outbox, other: Store, naps: Naps, when: str
 ) -> None:
     seen: list[Any] = []
     if when == "before the loop begins":
@@ -203,7 +84,7 @@ async def test_a_delayed_message_is_delivered_at_its_time(
     else:
         await outbox.enqueue("much later", delay=1800)
     async with running(outbox, lambda job: seen.append(job.payload)):
-        await until_asleep(store, outbox, sleepers)
+        await until_asleep(naps, (store, outbox))
         assert seen == []
         if when != "before the loop begins":
             await other.outbox("orders").enqueue("later", delay=0.3)
@@ -234,7 +115,7 @@ async def test_what_falls_due_between_an_empty_claim_and_the_question_for_the_ne
 
 
 async def test_wakes_while_all_slots_are_taken_cost_no_claim_and_the_next_begins_when_one_is_free(
-    store: Store, outbox: Outbox, engine: AsyncEngine, other: Store, sql: Sql, sleepers: list[Wakeup]
+    store: Store, outbox: Outbox, engine: AsyncEngine, other: Store, sql: Sql, naps: Naps
 ) -> None:
     gates = {number: asyncio.Event() for number in range(2)}
     begun: list[Any] = []
@@ -248,14 +129,14 @@ async def test_wakes_while_all_slots_are_taken_cost_no_claim_and_the_next_begins
     async with running(outbox, deliver, concurrency=2), store.listen("end") as notifications:
         try:
             await until(lambda: len(begun) == 2)
-            await until_asleep(store, outbox, sleepers)
+            await until_asleep(naps, (store, outbox))
             sent = statements(engine.sync_engine)
             for number in range(2, 32):
                 await other.outbox("orders").enqueue(number)
             await other.close()
             sql.execute('NOTIFY "end"')
             await asyncio.wait_for(anext(notifications), DEADLINE)  # so what was sent before it has arrived too
-            await until(lambda: not any(sleeper.woken for sleeper in sleepers))
+            await until(lambda: not any(wakeup.woken for wakeup in naps.under_way))
             assert sent == []
             gates[0].set()
             await until(lambda: begun == list(range(32)))  # through the one slot that is free
@@ -266,31 +147,29 @@ async def test_wakes_while_all_slots_are_taken_cost_no_claim_and_the_next_begins
 
 
 async def test_a_loop_with_free_slots_starts_what_comes_while_others_are_being_delivered(
-    store: Store, outbox: Outbox, other: Store, sleepers: list[Wakeup]
+    store: Store, outbox: Outbox, other: Store, naps: Naps
 ) -> None:
     gate = Gate()
     async with running(outbox, gate, concurrency=5):
         for number in range(5):
-            await until_asleep(store, outbox, sleepers)
+            await until_asleep(naps, (store, outbox))
             await other.outbox("orders").enqueue(number)
             await until(lambda: len(gate.begun) == number + 1)  # noqa: B023  (called at once)
         gate.open.set()
     assert sorted(gate.done) == list(range(5))
 
 
-async def test_an_idle_loop_sends_nothing(
-    store: Store, outbox: Outbox, engine: AsyncEngine, sleepers: list[Wakeup]
-) -> None:
+async def test_an_idle_loop_sends_nothing(store: Store, outbox: Outbox, engine: AsyncEngine, naps: Naps) -> None:
     await outbox.enqueue("much later", delay=1800)
     async with running(outbox, Gate()):
-        await until_asleep(store, outbox, sleepers)
+        await until_asleep(naps, (store, outbox))
         sent = statements(engine.sync_engine)
         await asyncio.sleep(1)  # the time that is measured
         assert sent == []
 
 
 async def test_a_due_message_that_an_open_transaction_has_locked_is_looked_for_a_few_times_a_second(
-    outbox: Outbox, engine: AsyncEngine, database: Database, sleepers: list[Wakeup]
+    outbox: Outbox, engine: AsyncEngine, database: Database, naps: Naps
 ) -> None:
     seen: list[Any] = []
     await outbox.enqueue("locked")
@@ -298,7 +177,7 @@ async def test_a_due_message_that_an_open_transaction_has_locked_is_looked_for_a
     with psycopg.connect(database.dsn) as holder:
         holder.execute("SELECT FROM alkstore.job FOR UPDATE")
         async with running(outbox, lambda job: seen.append(job.payload)):
-            await until(lambda: sleepers)
+            await until(lambda: naps.under_way)
             await asyncio.sleep(1)  # the time that is measured
             assert 3 <= len(claims) <= 15
             holder.rollback()
@@ -307,10 +186,10 @@ async def test_a_due_message_that_an_open_transaction_has_locked_is_looked_for_a
 
 @pytest.mark.parametrize("how", ["the token", "closing the store"])
 async def test_a_sleeping_loop_ends_at_once(
-    store: Store, outbox: Outbox, stop: StopToken, sleepers: list[Wakeup], how: str
+    store: Store, outbox: Outbox, stop: StopToken, naps: Naps, how: str
 ) -> None:
     task = asyncio.create_task(outbox.run("w", Gate(), stop, poll=NEVER))
-    await until_asleep(store, outbox, sleepers)
+    await until_asleep(naps, (store, outbox))
     if how == "the token":
         stop.cancel()
     else:
@@ -320,7 +199,7 @@ async def test_a_sleeping_loop_ends_at_once(
 
 @pytest.mark.parametrize("loop", ["idle", "with all slots taken"])
 async def test_messages_that_must_not_run_any_more_are_moved_to_dead_however_long_the_poll_is(
-    store: Store, outbox: Outbox, sql: Sql, monkeypatch: pytest.MonkeyPatch, sleepers: list[Wakeup], loop: str
+    store: Store, outbox: Outbox, sql: Sql, monkeypatch: pytest.MonkeyPatch, naps: Naps, loop: str
 ) -> None:
     monkeypatch.setattr(outboxes, "SWEEP_INTERVAL", 0.3)
     gate = Gate()
@@ -329,7 +208,7 @@ async def test_messages_that_must_not_run_any_more_are_moved_to_dead_however_lon
             if loop == "with all slots taken":
                 await outbox.enqueue("slow")
                 await until(lambda: gate.begun)
-            await until_asleep(store, outbox, sleepers)
+            await until_asleep(naps, (store, outbox))
             expire(sql, await outbox.enqueue("stale", delay=1800, expires=3000))
             await until(lambda: count(sql, "dead") == 1)
         finally:
@@ -337,7 +216,7 @@ async def test_messages_that_must_not_run_any_more_are_moved_to_dead_however_lon
 
 
 async def test_two_loops_of_two_stores_deliver_each_message_once(
-    store: Store, outbox: Outbox, other: Store, sync_store: SyncStore, sleepers: list[Wakeup]
+    store: Store, outbox: Outbox, other: Store, sync_store: SyncStore, naps: Naps
 ) -> None:
     seen: list[Any] = []
 
