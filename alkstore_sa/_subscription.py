@@ -76,7 +76,7 @@ class Consumer:
                 while not closed.cancelled:
                     wakeup.clear()
                     try:
-                        rows = await kept(self._look(), GOODBYE_TIME, keep=self._listener.keep)
+                        rows = await kept(self._look(), GOODBYE_TIME, drop=self._leave, keep=self._listener.keep)
                         pause = self._pace.pause(self._lease_of_another)
                     except Exception as error:
                         if not is_transient(error):
@@ -160,8 +160,8 @@ class Consumer:
                     raise
                 logger.warning("consumer %s of stream %s: not renewed: %s", self.name, self._core.name, error)
 
-    async def _leave(self) -> None:
-        """Save what is done and give the lease back."""
+    async def _leave(self, _: object = None) -> None:
+        """Save what is done and give the lease back, also one that was taken when nobody waited for it any more."""
         try:
             await self._end_keeper()
             hold, self._hold = self._hold, None

@@ -101,9 +101,43 @@ async def test_a_subscription_that_is_cancelled_twice_gives_its_lease_back_befor
             subscribing.cancel()
             with suppress(asyncio.CancelledError):
                 await subscribing
-    row = sql.execute("SELECT lease FROM alkstore.stream_offset").fetchone()
-    assert row == (None,)
+    assert sql.execute("SELECT lease FROM alkstore.stream_offset").fetchall() == [(None,)]
     assert engine.sync_engine.pool.checkedout() == 0  # type: ignore[attr-defined]  # a pool that counts
+
+
+async def test_a_subscription_that_is_cancelled_twice_while_it_takes_its_lease_gives_it_back(
+    store: Store, sql: Sql, database: Database
+) -> None:
+    stream = store.stream("s")
+    await stream.publish(1)
+    await stream.save_offset("c", 0)
+
+    async def subscribe() -> None:
+        async for _ in stream.subscribe("c"):
+            raise AssertionError
+
+    with _locked(database, "stream_offset") as locked:
+        subscribing = asyncio.create_task(subscribe())
+        await until(lambda: waits_for_lock(sql))
+        subscribing.cancel()
+        await asyncio.sleep(0)
+        subscribing.cancel()
+        with suppress(asyncio.CancelledError):
+            await subscribing
+        locked.rollback()
+
+    def was_given_back() -> bool:
+        rows = sql.execute("SELECT lease FROM alkstore.stream_offset").fetchall()
+        return rows == [(None,)] and last_lease(sql) > 0
+
+    await until(was_given_back)
+
+
+def last_lease(sql: Sql) -> int:
+    """Return the number of the last lease that was drawn, 0 when there was none."""
+    row = sql.execute("SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM alkstore.job_lease").fetchone()
+    assert row is not None
+    return int(str(row[0]))
 
 
 CLAIMS: Final = """
