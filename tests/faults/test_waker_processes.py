@@ -88,15 +88,20 @@ async def main():
         if "pg_notify(wake" in statement:
             under_way.append(statement)
             await_only(asyncio.sleep(3600))
-    await Store(engine).queue("emails").enqueue(1)
+    store = Store(engine)
+    await store.queue("emails").enqueue(1)
     while not under_way:
         await asyncio.sleep(0.001)
+    return store if "close" in sys.argv else None
 if "run" in sys.argv:
     asyncio.run(main())
 else:
     loop = asyncio.new_event_loop()
-    loop.run_until_complete(main())
+    store = loop.run_until_complete(main())
     loop.close()
+    if store is not None:
+        asyncio.run(store.close())
+        os._exit(0)  # so that nothing is left to the end of the interpreter
 """
 
 # These commit, let the test stop the server before a wake is sent, and end.
@@ -309,7 +314,7 @@ def test_a_process_with_an_event_loop_has_sent_its_wakes_when_it_has_ended(
     assert set(ear.heard()) == {"queue emails"}
 
 
-@pytest.mark.parametrize("way", ["run", "closed"])
+@pytest.mark.parametrize("way", ["run", "closed", "close"])
 def test_a_wake_that_was_under_way_when_its_event_loop_ended_has_been_sent_when_the_process_has_ended(
     database: Database, driver: str, ear: Ear, way: str
 ) -> None:

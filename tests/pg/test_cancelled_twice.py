@@ -99,8 +99,8 @@ async def test_a_subscription_that_is_cancelled_twice_gives_its_lease_back_befor
             subscribing.cancel()
             await asyncio.sleep(0)
             subscribing.cancel()
-            with suppress(asyncio.CancelledError):
-                await subscribing
+        with suppress(asyncio.CancelledError):
+            await subscribing
     assert sql.execute("SELECT lease FROM alkstore.stream_offset").fetchall() == [(None,)]
     assert engine.sync_engine.pool.checkedout() == 0  # type: ignore[attr-defined]  # a pool that counts
 
